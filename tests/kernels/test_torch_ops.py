@@ -8,24 +8,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from op_calls import copied, good_call, i32, on_device, same, tensors_of
+from op_calls import ATTENTION, copied, function, good_call, i32, on_device, same, tensors_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels
 from kernels import torch_ops
 from kernels.flash_attn_compat import flash_attn_varlen_func, flash_attn_with_kvcache
 from kernels.fp8_cache import FP8_DTYPE
-from kernels.testing.cases import CASES, FEATURES, make_case
-
-TINY = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 16, "num_tokens": 3, "block_size": 4}
-TINY |= {
-    "context_lens": (5, 3),
-    "query_lens": (2, 1),
-    "group_sizes": (1, 1),
-    "width": 16,
-    "dtype": torch.float32,
-}
-
+from kernels.testing.cases import CASES, FEATURES
 
 OPCHECKS = (
     "test_schema",
@@ -38,25 +28,25 @@ OPCHECKS = (
 def public_calls(device) -> list[tuple[Callable, dict]]:
     """Public functions and their arguments: every op, with and without options, and every path of
     flash-attn's functions. Numbers as scales become tensors, as schemas have no type for both."""
+    changes = {"kv_dtype": FP8_DTYPE, "scales": "number", "options": {"return_lse": True}}
     found = []
     for name in CASES:
-        options = {"kv_dtype": FP8_DTYPE, "features": FEATURES.get(name, ())[:1]}
-        for sizes in (TINY, TINY | options):
-            case = make_case(name, **sizes, scales="number", device=device)
-            found.append((getattr(kernels, name), case.inputs))
+        plain = good_call(name) | ({"out": None} if name in ATTENTION else {})
+        other = good_call(name, **changes, features=FEATURES.get(name, ())[:1])
+        found += [(function(name), plain), (function(name), other)]
     cached, varlen = good_call("flash_attn_with_kvcache"), good_call("flash_attn_varlen_func")
     table, new = i32([0], [1]), {"k": torch.ones(2, 3, 2, 16), "v": torch.ones(2, 3, 2, 16)}
     decode = {"q": cached["q"][:, :1], "cache_seqlens": 5, "window_size": (3, 1)}
     paged = {"k": cached["k_cache"], "v": cached["v_cache"], "return_attn_probs": True}
     rotary = {"rotary_cos": torch.ones(8, 4), "rotary_sin": torch.ones(8, 4)}
-    flash_attn = [
+    found += [
         (flash_attn_with_kvcache, cached | new | rotary | {"cache_seqlens": i32(1, 4)}),
         (flash_attn_with_kvcache, cached | decode | {"block_table": table}),
         (flash_attn_with_kvcache, cached | {"cache_leftpad": i32(0, 2)}),
         (flash_attn_varlen_func, varlen | {"causal": True}),
         (flash_attn_varlen_func, varlen | paged | {"block_table": table}),
     ]
-    return found + [(function, on_device(call, device)) for function, call in flash_attn]
+    return [(op, on_device(call, device)) for op, call in found]
 
 
 class OperatorCalls(TorchDispatchMode):
@@ -66,8 +56,8 @@ class OperatorCalls(TorchDispatchMode):
         super().__init__()
         self.calls = []
         with self:
-            for function, call in public_calls(device):
-                function(**call)
+            for op, call in public_calls(device):
+                op(**call)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "pagelab":
@@ -115,10 +105,10 @@ def test_traces_without_a_graph_break_and_computes_the_same(how, device):
     calls = public_calls(device)
     if device.type != "cpu":  # tracers copy the host cache, and the copy is not pinned
         calls = [one for one in calls if one[0] is not kernels.swap_blocks]
-    functions, inputs = zip(*calls, strict=True)
+    ops, inputs = zip(*calls, strict=True)
 
     def step(inputs):
-        return [function(**call) for function, call in zip(functions, inputs, strict=True)]
+        return [op(**call) for op, call in zip(ops, inputs, strict=True)]
 
     got_args, want_args = copied(inputs), copied(inputs)
     want = step(want_args)
