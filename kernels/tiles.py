@@ -292,9 +292,9 @@ def prefill_tile(
 
     `scores_ahead` runs asynchronous products (wgmma) during the softmax: the overlap within a warp
     group of FlashAttention 3 (Shah et al., 2024). It keeps the scores of two tiles in registers. At
-    head_dim 256 there are too few of them, at 64 (182 registers instead of 153) it is untried, and
-    products of converted keys and values are waited for anyway. On sm_100 Triton 3.7.1 has no
-    barrier between the warps' loads of the scores from tensor memory and the next product, which
+    head_dim 256 there are too few of them, and at 64 they would cost a multiprocessor its second
+    program. Products of converted keys and values are waited for anyway. On sm_100 Triton 3.7.1 has
+    no barrier between the warps' loads of the scores from tensor memory and the next product, which
     overwrites them.
 
     Raises:

@@ -18,7 +18,7 @@ _EXTEND_TILES = {
     "": {64: (64, 128), 128: (64, 128), 192: (64, 64), 256: (64, 64), 512: (32, 32)},
 }
 """Queries and keys of a tile of SGLang's prefill, by head_dim; the last for small shared memory."""
-_SEARCHED, _SEARCH_CYCLES = 64, 400
+_SEARCHED, _SEARCH_CYCLES = 64, 310
 """Sequences that a decode program of ours searches at a time; docs/kernel-tuning.md has both."""
 
 
