@@ -89,22 +89,13 @@ _TENSORS = attention_spec(
 
 
 @triton.jit
-def _first_seen(context_len, window_size, USE_WINDOW: tl.constexpr):
-    """First token in the window of the last one."""
-    first = 0
-    if USE_WINDOW:
-        first = tl.maximum(context_len - window_size, 0)
-    return first
-
-
-@triton.jit
 def _later_items(
     rows, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
     HEAD_TILES: tl.constexpr, TILE_N: tl.constexpr, USE_WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Number of work items of sequences apart from those of their first chunks."""
     context_lens = tl.load(context_lens_ptr + rows, mask=rows < batch, other=0)
-    first = _first_seen(context_lens, window_size, USE_WINDOW)
+    first = tl.maximum(context_lens - window_size, 0) if USE_WINDOW else 0
     _, num_chunks = chunks_of(context_lens - first, min_tiles, max_chunks, TILE_N)
     return (num_chunks - 1) * HEAD_TILES
 
@@ -223,7 +214,7 @@ def _paged_decode_kernel(
         seq = tl.where(is_first, place, later_row)
         chunk = tl.where(is_first, 0, place + 1)
         context_len = tl.load(context_lens_ptr + seq)
-        first = _first_seen(context_len, window_size, USE_WINDOW)
+        first = tl.maximum(context_len - window_size, 0) if USE_WINDOW else 0
         chunk_tokens, _ = chunks_of(context_len - first, min_tiles, max_chunks, TILE_N)
         kv_head = head_tile // M_TILES
         offs_m = head_tile % M_TILES * TILE_M + tl.arange(0, TILE_M)
