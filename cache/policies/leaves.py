@@ -35,6 +35,7 @@ class LeafPolicy(EvictionPolicy):
     """
 
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
+        self._capacity = capacity
         self._request = UNKNOWN_REQUEST
         self._now = 0.0
         """Time of the latest request, ms; if unknown, each release counts as a second."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import abc
 import inspect
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from cache.policies.base import UNKNOWN_REQUEST, EvictionPolicy, Request
 from cache.policies.lazy_heap import LazyHeap
+from cache.policies.queues import GhostList
 
 if TYPE_CHECKING:
     import numpy as np
@@ -151,8 +151,7 @@ class PriorityPolicy(EvictionPolicy):
         self._next_use = self._require_future(next_use) if self.needs_future else next_use
         self._own = self.own_state(capacity)
         self._request = UNKNOWN_REQUEST
-        self._ghosts: OrderedDict[Hashable, _Record] = OrderedDict()
-        self._num_ghosts = int(self.ghost_ratio * capacity)
+        self._ghosts = GhostList(int(self.ghost_ratio * capacity))
         self._with_key: dict[Hashable, _Record] = {}
         self._records: dict[int, _Record] = {}
         self._released = LazyHeap()
@@ -170,7 +169,7 @@ class PriorityPolicy(EvictionPolicy):
         self._records[block] = self._with_key[key] = record
         if record.parent:
             record.parent.children += 1
-        if ghost := self._ghosts.pop(key, None):
+        if ghost := self._ghosts.take(key):
             record.accessed, record.before = ghost.accessed, ghost.before + ghost.accesses
 
     def pin(self, block: int) -> None:
@@ -205,10 +204,8 @@ class PriorityPolicy(EvictionPolicy):
         if record.parent:
             record.parent.children -= 1
             record.parent = None
-        if self._num_ghosts:
-            self._ghosts[record.key] = record
-            if len(self._ghosts) > self._num_ghosts:
-                self._ghosts.popitem(last=False)
+        if self.ghost_ratio:
+            self._ghosts.add(record.key, record)
 
     def __len__(self) -> int:
         return len(self._released)

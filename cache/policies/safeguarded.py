@@ -45,7 +45,6 @@ class Safeguarded(LeafPolicy):
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
         super().start(capacity, next_use)
         self.policy.start(capacity, next_use)
-        self._capacity = capacity
 
     def _reset(self) -> None:
         self._balance, self._missing = 0.0, 0

@@ -1,7 +1,7 @@
 """An upper bound on policies that know only the return times of classes of blocks.
 
 The classes are defined in :mod:`cache.policies.gittins`: uses, last block of its prompt, output
-length.  docs/eviction-study.md derives the bound.
+length, idle time.  docs/eviction-study.md derives the bound.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Small random traces whose block ids are unique to their prefix, as in real ones."""
+"""Small random traces whose block ids are unique to their prefix, as in real ones; one request."""
 
 from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from cache.policies import EvictionPolicy
 from cache.traces.trace import Trace
 
 
@@ -25,3 +26,24 @@ def trace_of(paths: list[tuple[int, ...]]) -> Trace:
 prefix_traces = st.lists(
     st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple), min_size=1, max_size=40
 ).map(trace_of)
+
+
+def serve(policy: EvictionPolicy, pool: dict, path: list, capacity: int) -> int:
+    """A request of the serial replay: ``pool`` is content to block.  Returns its hits."""
+    policy.look_up(path)
+    hits = next((at for at, key in enumerate(path) if key not in pool), len(path))
+    for key in path:
+        if key in pool:
+            policy.pin(pool[key])
+    for depth, key in enumerate(path):
+        if key in pool:
+            continue
+        policy.miss(key)
+        block = len(pool)
+        if block == capacity:
+            block = policy.evict()
+            del pool[next(key for key, held in pool.items() if held == block)]
+        pool[key] = block
+        policy.insert(block, key, path[depth - 1] if depth else None, depth)
+    policy.release_many([pool[key] for key in reversed(path)])
+    return hits

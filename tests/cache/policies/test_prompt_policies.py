@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import cache
 from cache.policies import EvictionPolicy, Request, make_policy
-from cache.serving.open_loop import ServiceModel, engine_without_model, serve
-from tests.cache.prefix_traces import prefix_traces, trace_of
+from cache.serving import open_loop
+from tests.cache.prefix_traces import prefix_traces, serve, trace_of
 
 LEAF_POLICIES = ("random_leaf", "marconi", "workload_aware", "retention", "gittins")
 
@@ -31,14 +31,7 @@ class Pool:
             length = len(prompt)
             self.policy.tell(Request(at_ms, length, output_tokens, length))
             path = [prompt[: end + 1] for end in range(length)]
-            for depth, content in enumerate(path):
-                if content in self.blocks:
-                    self.policy.pin(self.blocks[content])
-                else:
-                    self.blocks[content] = len(self.blocks)
-                    parent = path[depth - 1] if depth else None
-                    self.policy.insert(self.blocks[content], content, parent, depth)
-            self.policy.release_many([self.blocks[content] for content in reversed(path)])
+            serve(self.policy, self.blocks, path, 100)
         return self
 
     def victims(self) -> list[str]:
@@ -148,12 +141,12 @@ def test_a_scheduler_tells_the_line_to_the_policy():
     hits = {}
     for name in ("lru", "queue_informed"):
         manager = cache.make_manager("vllm_v1", num_blocks=4, block_size=4, policy=name)
-        engine = engine_without_model(
+        engine = open_loop.engine_without_model(
             manager, max_num_seqs=1, max_num_batched_tokens=64, max_model_len=16
         )
         prompts = [[token] * 9 for token in (1, 2, 3, 1)]
         arrivals, lengths = [0.0, 5.0, 5.0, 5.0], [1] * 4
-        serve(engine, prompts, lengths, arrivals, service=ServiceModel())
+        open_loop.serve(engine, prompts, lengths, arrivals, service=open_loop.ServiceModel())
         hits[name] = manager.stats.hit_blocks
     assert hits == {"lru": 0, "queue_informed": 1}
 

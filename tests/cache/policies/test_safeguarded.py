@@ -14,7 +14,7 @@ import cache
 from cache.policies import EvictionPolicy, make_policy
 from cache.policies.gittins import Gittins
 from cache.traces.trace import Trace
-from tests.cache.prefix_traces import prefix_traces, trace_of
+from tests.cache.prefix_traces import prefix_traces, serve, trace_of
 
 
 def slack(trace: Trace, capacity: int, policy: EvictionPolicy, budget: float) -> float:
@@ -132,27 +132,6 @@ def test_the_bound_holds_against_requests_for_what_is_missing(name):
     assert most_missing or name == "gittins", "it was tempted"
 
 
-def serve(policy: EvictionPolicy, pool: dict, path: list, capacity: int) -> int:
-    """A request of the serial replay; returns its hits."""
-    policy.look_up(path)
-    hits = next((at for at, key in enumerate(path) if key not in pool), len(path))
-    for key in path:
-        if key in pool:
-            policy.pin(pool[key])
-    for depth, key in enumerate(path):
-        if key in pool:
-            continue
-        policy.miss(key)
-        block = len(pool)
-        if block == capacity:
-            block = policy.evict()
-            del pool[next(key for key, held in pool.items() if held == block)]
-        pool[key] = block
-        policy.insert(block, key, path[depth - 1] if depth else None, depth)
-    policy.release_many([pool[key] for key in reversed(path)])
-    return hits
-
-
 def test_a_manager_runs_it_and_forgets_with_it():
     policy = make_policy("safeguarded", policy="mru", budget=0.5)
     manager = cache.make_manager("vllm_v1", num_blocks=8, block_size=1, policy=policy)
@@ -167,24 +146,6 @@ def test_a_manager_runs_it_and_forgets_with_it():
         assert policy._missing == len([key for key in policy._lru if key not in held])
     assert manager.reset_prefix_cache()
     assert not len(policy)
-
-
-@pytest.mark.parametrize(
-    "name", sorted(name for name, policy in cache.POLICIES.items() if not policy.needs_future)
-)
-def test_a_pool_is_reset_while_the_policy_holds_blocks(name):
-    """With one queue the policy keeps blocks whose content was forgotten."""
-    manager = cache.make_manager(
-        "vllm_v1", num_blocks=3, block_size=1, policy=name, queue_uncached=True
-    )
-    for number in range(2):
-        assert manager.allocate_slots(cache.Sequence(number, [0]), 1) is not None
-    for number in range(2):
-        manager.free(cache.Sequence(number, [0]))
-    manager.reset_prefix_cache()
-    for number in range(3):
-        manager.allocate_slots(cache.Sequence(number, [0]), 1)
-        manager.check_invariants()
 
 
 class Bare(EvictionPolicy):

@@ -16,17 +16,12 @@ POOLS = {True: ("mooncake_conversation_512", 0.01), False: ("ragpulse_16_first_1
 """Trace and share of its unique blocks, for compiled policies and for policies in Python."""
 
 
-ELSEWHERE = ("lru", "fifo", "lfu", "belady")
-"""Policies with more reference hit rates in test_serial.py."""
-
-
 def committed() -> list[dict[str, str]]:
     with (ROOT / "results/eviction/cpu/rows.csv").open() as file:
         return [
             row
             for row in csv.DictReader(file)
             if (row["trace"], float(row["capacity_fraction"])) == POOLS[row["compiled"] != "False"]
-            and row["policy"] not in ELSEWHERE
         ]
 
 
