@@ -76,8 +76,6 @@ def compile_replay(priority: Callable[..., float], has_own: bool) -> Callable:
             next_uses = next_uses_of(block_ids, offsets, num_unique, capacity)
         return run(block_ids, offsets, capacity, next_uses, blocks, queues, *request_facts)
 
-    # A policy from elsewhere may call files whose changes would not be noticed.
-    @numba.njit(nogil=True, cache=priority.__module__.startswith("cache.policies."))
     def run(
         block_ids, offsets, capacity, next_uses, blocks, queues,
         times_ms, prompts, outputs, tools, num_ghosts, own,
@@ -228,6 +226,11 @@ def compile_replay(priority: Callable[..., float], has_own: bool) -> Callable:
                 rising_tail += 1
         return hits, evictions
 
+    # A file for each policy: two processes that add to one at once can mix up what is in it.
+    run.__qualname__ += f".{priority.__qualname__}"
+    # A policy from elsewhere may call files whose changes would not be noticed.
+    is_cached = priority.__module__.startswith("cache.policies.")
+    run = numba.njit(nogil=True, cache=is_cached)(run)
     return replay
 
 

@@ -16,10 +16,6 @@ from cache.traces.trace import Trace
 from tests.cache.prefix_traces import trace_of
 
 
-def hits(trace: Trace, capacity: int, policy: str) -> int:
-    return cache.simulate(trace, policy=policy, capacity_blocks=capacity).hit_blocks
-
-
 class Checked(Gittins):
     def _take(self, before=math.inf):
         node = super()._take(before)
@@ -97,13 +93,6 @@ def test_prompts_that_were_idle_are_of_other_classes_and_n_blocks_weigh_as_the_r
     assert idle == [1 + (idle_ms > 16384)] * 3
     assert policy._returned.sum() == pytest.approx(2**0.5)
     assert policy._out.sum() == pytest.approx(3**0.5)
-
-
-@pytest.mark.parametrize("name", ["shared_system_prompts", "multi_turn_chat", "agent_loops", "rag"])
-def test_it_hits_more_than_lru_where_the_pool_is_scarce(name):
-    trace = cache.make_workload(name, seed=20, num_requests=600)
-    capacity = trace.num_unique_blocks // 50
-    assert hits(trace, capacity, "safeguarded") > hits(trace, capacity, "lru")
 
 
 def test_two_epochs_become_one_when_there_are_too_many(monkeypatch):

@@ -39,3 +39,7 @@ def test_a_built_in_policy_is_compiled_once_and_again_when_its_code_changes(
         assert (hits(priority) == 0) == (priority is evict_oldest)
         kept.append(len([*tmp_path.rglob("*.nbc")]))
     assert kept == files
+    monkeypatch.setattr(evict_newest, "__qualname__", "MRU.priority")
+    hits(evict_newest)
+    indices = [*tmp_path.rglob("*.nbi")]  # none is written for two policies at once
+    assert len(indices) == 2 * (module != "own")
