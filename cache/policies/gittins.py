@@ -206,14 +206,15 @@ def gittins_indices(hazards: np.ndarray) -> np.ndarray:
     """
     import numpy as np
 
-    widths = 2.0 ** np.maximum(np.arange(_NUM_BINS) - 1, 0)
-    index = np.zeros((len(hazards), _NUM_BINS + 1))
+    stays = np.ascontiguousarray(1.0 - hazards.T)  # of all classes at a time
+    widths = 2.0 ** np.maximum(np.arange(_NUM_BINS) - 1, 0)[:, None]
+    index = np.zeros((_NUM_BINS + 1, len(hazards)))
     for age in range(_NUM_BINS):
-        out = np.cumprod(1.0 - hazards[:, age:], axis=1)
-        before = np.pad(out[:, :-1], ((0, 0), (1, 0)), constant_values=1.0)
-        spaces = np.cumsum(widths[age:] * (before + out) / 2.0, axis=1)
-        index[:, age] = ((1.0 - out) / spaces).max(axis=1)
-    return index
+        out = np.cumprod(stays[age:], axis=0)
+        before = np.concatenate((np.ones_like(out[:1]), out[:-1]))
+        spaces = np.cumsum(widths[age:] * (before + out) / 2.0, axis=0)
+        index[age] = ((1.0 - out) / spaces).max(axis=0)
+    return index.T
 
 
 def _age_bin(age_ms: float) -> int:
