@@ -10,11 +10,12 @@ next item by scanning the context lengths. So no program idles because of one lo
 short ones, or because of padding in a captured graph. The chunks of a sequence depend on its own
 length only (`kernels.tiles.Chunking`), and its result is bitwise the same in any batch.
 
-A program processes a chunk in tiles of TILE_N tokens, whatever the block size: every lane looks up
-its own block id. The compiler's pipeliner fetches ids, keys and values some tiles ahead with
-asynchronous copies, the last, shorter tile as well: a loop of its own without copies ahead would
-wait twice for memory, which costs more than masks in every tile. Decode has one query, so a window
-is the token interval [context_len - window_size, context_len). Tiles start at its first token.
+A program processes a chunk in tiles of TILE_N tokens, whatever the block size: the block id of
+every token is looked up, or one for a tile that cannot cross the end of a block. The compiler's
+pipeliner fetches ids, keys and values some tiles ahead with asynchronous copies, the last, shorter
+tile as well: a loop of its own without copies ahead would wait twice for memory, which costs more
+than masks in every tile. Decode has one query, so a window is the token interval [context_len -
+window_size, context_len). Tiles start at its first token.
 """
 
 from __future__ import annotations
