@@ -92,6 +92,7 @@ _POLICIES = {
     "frequency_cost": ("frequency and cost", line(GREEN, "^", "dotted")),
     "queue_informed": ("LRU knowing the queue", line(PINK, "X", "dashdot")),
     "session_end": ("LRU knowing session ends", line(BLUE, "o", "dotted")),
+    "ttl": ("time to live", line(RED, "s", "dashdot")),
 }
 
 

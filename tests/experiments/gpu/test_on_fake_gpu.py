@@ -15,7 +15,6 @@ from experiments import kernel_accuracy
 from experiments.bench import gpu_timing, timed_ops
 from experiments.gpu import kernel_latency
 from experiments.harness.environment import device_slug
-from experiments.overhead import engine
 from kernels.testing import baselines
 
 HEADS = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 16}
@@ -106,14 +105,3 @@ def test_accuracy():
     assert {row["kernel"] for row in rows} == set(kernels)
     assert not any(row["interpreted"] for row in rows)
     assert all(row["passed"] for row in rows)
-
-
-@pytest.mark.parametrize("graphs", [True, False])
-def test_steps_of_the_engine_with_and_without_cuda_graphs(graphs, small_gpu):
-    sizes = {"model_num_sequences": (2,), "model_lengths": (2, 5), "model_num_steps": 3}
-    options = engine.Engine(model="tiny", cuda_graphs=graphs, **sizes)
-    *_, cell = engine.cells(options)
-    rows = engine.run_cell(cell)
-    # In most steps no sequence finishes.
-    assert all(row["us"] > 0 for row in rows if row["phase"] != "finish")
-    assert (small_gpu.replays > 0) == graphs
