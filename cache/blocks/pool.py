@@ -171,11 +171,12 @@ class BlockPool:
     def _forget(self, evicted: list[int]) -> None:
         """Drop the content of ``evicted``, which the policy has just returned."""
         hashes, holders, duplicates = self.block_hashes, self._holders, self._duplicates
+        self.counts["evicted_blocks"] += len(evicted)
         for block in evicted:
             key, hashes[block] = hashes[block], None
-            if key is None:
+            if key is None:  # it had no content
+                self.counts["evicted_blocks"] -= 1
                 continue
-            self.counts["evicted_blocks"] += 1
             if key not in duplicates:
                 del holders[key]
                 continue
@@ -201,7 +202,7 @@ class BlockPool:
         The policy gets each block under its hash, a duplicate under (hash, block): the keys that a
         policy holds are unique.
         """
-        holders, content = self._holders, self.block_hashes
+        holders, content, reports = self._holders, self.block_hashes, self._reports_content
         parent = hashes[first - 1] if first else None
         for depth in range(first, last):
             block, key = table[depth], hashes[depth]
@@ -209,7 +210,7 @@ class BlockPool:
             if holders.setdefault(key, block) != block:
                 self._duplicates.setdefault(key, []).append(block)
                 name = (key, block)
-            if self._reports_content:
+            if reports:
                 self.policy.insert(block, name, parent, depth)
                 parent = key
 

@@ -108,14 +108,14 @@ class PooledManager(CacheManager):
         return self.pool.num_revived([block for block in hit.blocks if block != GIVEN_BACK])
 
     def _begin(self, table: PooledTable, hit: Hit, end: int) -> Copies:
-        held = [block for block in hit.blocks if block != GIVEN_BACK]
-        num_hits = len(hit.blocks)
+        num_hits, num_given_back = len(hit.blocks), hit.blocks.count(GIVEN_BACK)  # these come first
+        held = hit.blocks[num_given_back:]
         self.pool.revive(held, self._num_blocks_of(table, 0, end) - num_hits)
         if self._listener:
             self._notify_policy(table.seq)
         table.blocks = list(hit.blocks)
         table.num_cached_blocks = num_hits
-        table.num_given_back = num_hits - len(held)
+        table.num_given_back = num_given_back
         return self._extend(table, hit.num_tokens, end)
 
     def _num_blocks_of(self, table: PooledTable, start: int, end: int) -> int:
