@@ -260,7 +260,8 @@ def _log2(x):
 @triton.jit
 def normalise(acc, row_max, row_sum):
     """Convert a softmax state to (output, LSE in log2 units); an empty row gives 0 and -inf."""
-    row_sum = tl.maximum(row_sum, 1e-37)  # about 1 or more, unless the row is empty
+    # About 1 or more, unless the row is empty.
+    row_sum = tl.maximum(row_sum, 1e-37, propagate_nan=tl.PropagateNan.ALL)
     return acc * quotient(1.0, row_sum)[:, None], row_max + _log2(row_sum)
 
 

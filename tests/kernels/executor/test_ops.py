@@ -112,6 +112,18 @@ def test_a_dimension_of_one_may_have_a_stride_of_one():
     assert all(accuracy.passed for accuracy in case.judge().values())
 
 
+@pytest.mark.parametrize("op", ATTENTION)
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_a_query_that_is_nan_is_not_taken_for_one_that_sees_nothing(op, num_splits):
+    """A maximum of a GPU drops NaN, and an LSE of -inf would drop the row in a merge."""
+    case = make_case(op, **HEADS | FP16 | SIZES[op] | {"options": {"num_splits": num_splits}})
+    case.inputs["q"][0] = torch.nan
+    out, lse = case.call()
+    assert out[0].isnan().all()
+    assert lse[0].isnan().all()
+    assert not lse[1:].isnan().any()
+
+
 def test_an_equal_call_launches_the_compiled_kernels_again():
     """Two kernels, an fp8 cache as bytes, new tensors for the states."""
     function = inspect.unwrap(paged_decode_attention)
