@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 import cache
+from cache.replay.overlapping import LOOP_COLUMNS
 from cache.serving.request import ScheduledSequence
 from cache.serving.scheduler import Step
 from experiments import quantiles, serving, style
@@ -85,8 +86,10 @@ def cells(options: EvictionServing) -> Iterator[EvictionServing]:
 
 
 def run_cell(cell: EvictionServing) -> list[dict[str, Any]]:
-    closed = not cell.host_gib and "think_time" in workloads.load(cell.trace).columns
-    return [_row(cell, loop) for loop in ("open", "closed")[: 1 + closed]]
+    loops = ["open"]
+    if not cell.host_gib and workloads.load(cell.trace).columns.keys() >= LOOP_COLUMNS:
+        loops.append("closed")
+    return [_row(cell, loop) for loop in loops]
 
 
 def _row(cell: EvictionServing, loop: str) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class BlockHasher:
         self.digest_size = len(self._digest(b""))
         self._root = bytes(self.digest_size)
         self._name = (algorithm, block_size)
-        self._of_blocks = struct.Struct(f"{4 * block_size}s")
+        self._block_tokens = struct.Struct(f"{4 * block_size}s")
 
     def hash_block(
         self, parent: bytes | None, token_ids: Iterable[int], extra_keys: Iterable[ExtraKey] = ()
@@ -89,7 +89,7 @@ class BlockHasher:
         size, known = self.block_size, len(chain)
         end = (len(seq.token_ids) - seq.num_unknown_tokens) // size * size
         digest, digest_of = chain[-1] if chain else self._root, self._digest
-        tokens = self._of_blocks.iter_unpack(seq.token_ids[known * size : end].tobytes())
+        tokens = self._block_tokens.iter_unpack(seq.token_ids[known * size : end].tobytes())
         for position, (content,) in enumerate(tokens, known):
             if position * size < seq.keyed_length:
                 keys = seq.extra_keys(position * size, (position + 1) * size)

@@ -20,13 +20,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cache.managers import CacheManager, CacheStats
-from cache.replay.serial import calls_tool
 from cache.serving.open_loop import Clock, ServiceModel, engine_without_model, serve
 from cache.serving.scheduler import longest_that_fits
 from cache.traces.trace import Trace
 
 if TYPE_CHECKING:
     import numpy as np
+
+
+LOOP_COLUMNS = {"session", "agent", "think_time"}
+"""Columns that a closed loop needs."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ def simulate_serving(
         outputs[served].tolist(),
         arrivals_s.tolist(),
         previous=previous,
-        calls_tool=calls_tool(trace)[served].tolist(),
+        calls_tool=trace.calls_tool[served].tolist(),
         service=service,
     )
     num_steps = max(len(run.steps), 1)
@@ -130,8 +133,7 @@ def simulate_serving(
 
 def _previous(trace: Trace) -> list[int | None]:
     """The request before each one of the same agent in the same session."""
-    lacking = {"session", "agent", "think_time"} - trace.columns.keys()
-    if lacking:
+    if lacking := LOOP_COLUMNS - trace.columns.keys():
         raise ValueError(f"closed_loop: trace {trace.name!r} lacks {', '.join(sorted(lacking))}")
     latest: dict[tuple[float, float], int] = {}
     previous = []

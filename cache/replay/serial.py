@@ -183,7 +183,7 @@ def _replay_compiled(replay, policy: PriorityPolicy, trace: Trace, capacity: int
         trace.timestamps_ms,
         trace.input_lengths,
         trace.output_lengths,
-        calls_tool(trace),
+        trace.calls_tool,
         int(policy.ghost_ratio * capacity),
         policy.own_state(capacity),
     )
@@ -207,7 +207,7 @@ def _replay_in_python(trace: Trace, policy: EvictionPolicy, capacity: int):
     miss = policy.miss if type(policy).miss is not EvictionPolicy.miss else None
     tell = policy.tell if type(policy).tell is not EvictionPolicy.tell else None
 
-    tools = calls_tool(trace).tolist()
+    tools = trace.calls_tool.tolist()
     resident: set[int] = set()
     hits = np.zeros(trace.num_requests, np.int64)
     evictions = np.zeros(trace.num_requests, np.int64)
@@ -244,16 +244,6 @@ def _replay_in_python(trace: Trace, policy: EvictionPolicy, capacity: int):
             tell(facts)
         release_many(blocks[::-1])
     return hits, evictions
-
-
-def calls_tool(trace: Trace) -> np.ndarray:
-    """Whether each output ends in the call of a tool, ``(num_requests,)`` float64; NaN: unknown."""
-    import numpy as np
-
-    stop = trace.columns.get("stop")
-    if stop is None:
-        return np.full(len(trace), np.nan)
-    return np.where(stop == "", np.nan, stop == "tool_use")
 
 
 def _facts(trace: Trace, request: int, tool: float) -> Request:

@@ -215,12 +215,14 @@ def serve(
     """Serve requests of exactly these lengths, decoded greedily; the engine is idle afterwards.
 
     prompts: read one by one, when they arrive.
-    arrivals_s: in seconds from now; of a request with a previous one, from its end.
-    previous: the request, if any, that is finished before each one arrives.  None: of no request.
+    arrivals_s: in seconds from now, or from the end of the previous request if there is one.
+    previous: for each request the earlier one that is finished before it arrives, or None.
     calls_tool: whether each output ends in the call of a tool, for the policy.
     stop_s: cancel unfinished requests at this time.
     service: gives the duration of each step.  None: real time.
     sampling: further ``SamplingParams`` of every request, as ``{"n": 4}``.
+
+    Raises ValueError for a previous request that is not an earlier one.
     """
     clock, compute = engine.clock, engine.runner.run
     watch = _Watch(engine, service)
@@ -245,8 +247,10 @@ class _Arrivals:
         for request, before in enumerate(previous):
             if before is None:
                 self._due.append((times_s[request], request))
-            else:
+            elif 0 <= before < request:
                 self._followers[before].append(request)
+            else:
+                raise ValueError(f"previous[{request}]={before}: needs None or an earlier request")
         heapq.heapify(self._due)
 
     def __len__(self) -> int:

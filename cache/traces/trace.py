@@ -149,6 +149,15 @@ class Trace:
         hits = np.minimum(first_new, ends) - starts
         return int(hits.sum()) / len(self.block_ids)
 
+    @cached_property
+    def calls_tool(self) -> np.ndarray:
+        """1 where an output ends in the call of a tool, else 0, ``(num_requests,)`` float64; NaN
+        where ``stop`` is not known."""
+        import numpy as np
+
+        stop = self.columns.get("stop", np.full(len(self), ""))
+        return np.where(stop == "", np.nan, stop == "tool_use")
+
     def head(self, num_requests: int) -> Trace:
         """The first ``num_requests`` requests (all, if there are fewer)."""
         return self[: at_least(0, "num_requests", num_requests)]

@@ -21,14 +21,14 @@ from kernels.executor.faults import FaultKind
 
 
 class Queue:
-    """What is in flight, for all threads of a batch. A subclass has `_end`: it gets `what`, the
+    """Operations in flight, for all threads of a batch. A subclass has `_end`: it gets `what`, the
     threads whose wait ends now, and those that still have to wait."""
 
     def __init__(self, batch):
         self._batch = batch
         self._committed = np.zeros(batch.num_threads, np.int64)
         self._queue: list[list] = []
-        """Of each instruction: the threads that have not waited for it, the number of groups that
+        """For each instruction: the threads that have not waited for it, the number of groups that
         each thread had committed before, and `what` it issued."""
 
     def commit(self, mask: np.ndarray) -> None:

@@ -75,7 +75,7 @@ def test_a_config_without_options_is_what_a_checkpoint_without_them_has():
 
 
 def test_rope_scaling_wins_over_rope_parameters():
-    """As in transformers."""
+    """Transformers reads them in this order too."""
     both = LLAMA_31 | {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}
     assert ModelConfig.from_dict(both) == ModelConfig.from_dict(LLAMA_31)
 

@@ -54,7 +54,7 @@ def test_rope_rotates_in_fp32_and_keeps_the_dtype():
 
 @pytest.mark.parametrize("rows", [0, 1, 8, 257])
 def test_products_are_as_close_to_fp64_as_those_of_pytorch(rows):
-    """Of rows with gaps, too, as parts of a fused projection have them."""
+    """Rows with gaps too, as parts of a fused projection have them."""
     x, weight, bias = torch.randn(rows, 900)[:, :384], torch.randn(513, 384), torch.randn(513)
     for some in (None, bias):
         ref = F.linear(x.double(), weight.double(), None if some is None else some.double())

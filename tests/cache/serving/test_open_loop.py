@@ -151,6 +151,8 @@ def test_one_after_the_other(engine):
     for request, before in enumerate(previous[1:], start=1):
         pause = run.requests[request].arrival_time - run.requests[before].finish_time
         assert pause == pauses[request]
+    with pytest.raises(ValueError, match=r"previous\[1\]=1: needs None or an earlier request"):
+        serve(engine, prompts[:2], [3] * 2, [0.0] * 2, previous=[None, 1], service=TICKS)
 
 
 def test_a_load_beyond_what_is_served_is_stopped_and_marked(engine):
