@@ -16,8 +16,8 @@ class Safeguarded(LeafPolicy):
     It follows an LRU cache of its size.  The *balance* is its hits less LRU's hits plus
     ``budget`` x references, at most the capacity.  *Missing* are the blocks that LRU holds and the
     pool does not.  ``policy`` may evict while missing < balance.  Otherwise it may only evict what
-    LRU does not hold (``evict_before``), or the block released first is evicted.  A block that LRU
-    holds and resident blocks continue is not evicted either.  So every block before a
+    LRU does not hold (``evict_before``), or the block released first is evicted.  A block that
+    ``policy`` gives up while resident blocks continue it goes after these.  So every block before a
     present block that LRU holds is present too, missing never exceeds balance, and each missing
     block can cost one hit.
 
@@ -50,6 +50,8 @@ class Safeguarded(LeafPolicy):
         self._balance, self._missing = 0.0, 0
         self._lru: OrderedDict[Hashable, int] = OrderedDict()  # key to number of the access
         self._num_accesses = 0
+        self._spared: set[int] = set()  # given up, but other blocks continue them
+        self._spared_leaves: dict[int, None] = {}  # until now
         self._is_looked_up = False
 
     def tell(self, request: Request) -> None:
@@ -84,7 +86,13 @@ class Safeguarded(LeafPolicy):
 
     def pin(self, block: int) -> None:
         super().pin(block)
-        self.policy.pin(block)
+        if block not in self._spared:
+            self.policy.pin(block)
+        else:
+            self._spared.remove(block)
+            node = self._nodes[block]
+            parent = node.parent.key if node.parent else None
+            self.policy.insert(block, node.key, parent, node.depth)
 
     def _access(self, nodes: list[Node]) -> None:
         if not self._is_looked_up:
@@ -95,30 +103,46 @@ class Safeguarded(LeafPolicy):
             node.memo = True
 
     def _offer(self, node: Node) -> None:
-        """The wrapped policy keeps the leaves."""
+        if node.block in self._spared:
+            self._spared_leaves[node.block] = None
 
-    _withdraw = _offer
+    def _withdraw(self, node: Node) -> None:
+        self._spared_leaves.pop(node.block, None)
 
     def _take(self) -> Node:
-        if self._missing + 1 > self._balance:
-            block = self.policy.evict_before(next(iter(self._lru.values()), 0))
-        else:
-            block = self.policy.evict()
-            check_victims(self.policy, (block,), self._released.__contains__)
-            node = self._nodes[block]
-            if node.children and node.key in self._lru:
-                parent = node.parent.key if node.parent else None
-                self.policy.insert(block, node.key, parent, node.depth)
-                self.policy.release(block)
-                block = None
+        block = self._chosen(may_lose=self._missing + 1 <= self._balance)
         if block is None:
             block = next(iter(self._released))
-            self.policy.remove(block)
+            self._take_out(block)
         return self._nodes[block]
 
+    def _chosen(self, may_lose: bool) -> int | None:
+        """The leaf that ``policy`` gives up; None: LRU holds all that it would."""
+        for block in self._spared_leaves:
+            if may_lose or self._nodes[block].key not in self._lru:
+                self._take_out(block)
+                return block
+        oldest = next(iter(self._lru.values()), 0)
+        while len(self.policy):
+            block = self.policy.evict() if may_lose else self.policy.evict_before(oldest)
+            if block is None:
+                break
+            check_victims(self.policy, (block,), self._released.__contains__)
+            if not self._nodes[block].children:
+                return block
+            self._spared.add(block)
+        return None
+
     def remove(self, block: int) -> None:
-        self.policy.remove(block)
+        self._take_out(block)
         self._evicted(self._nodes[block])
+
+    def _take_out(self, block: int) -> None:
+        if block in self._spared:
+            self._spared.remove(block)
+            self._spared_leaves.pop(block, None)
+        else:
+            self.policy.remove(block)
 
     def _give_up(self, node: Node) -> None:
         super()._give_up(node)

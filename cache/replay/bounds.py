@@ -1,7 +1,7 @@
 """An upper bound on policies that know only the return times of classes of blocks.
 
-The classes are defined in :mod:`cache.policies.gittins`: uses, last block of its prompt, output
-length, idle time.  docs/eviction-study.md derives the bound.
+The classes are those of :mod:`cache.policies.gittins`: uses, output length, idle time.
+docs/eviction-study.md derives the bound.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import numpy as np
 
 from cache.checks import at_least
 from cache.policies.gittins import Gittins
-from cache.policies.leaves import Node
 from cache.replay.compiled import next_uses_of
 from cache.replay.serial import simulate
 
@@ -55,13 +54,14 @@ def fluid_hits(trace: Trace, capacity_blocks: int) -> float:
 class _Observer(Gittins):
     """Records the class of each block reference, as its request releases it."""
 
-    def _reset(self) -> None:
-        super()._reset()
+    def __init__(self) -> None:
+        super().__init__()
         self.classes: list[int] = []
 
-    def _access(self, nodes: list[Node]) -> None:
-        super()._access(nodes)
-        self.classes += [node.memo.class_ for node in reversed(nodes)]
+    def release_many(self, blocks: list[int]) -> None:
+        super().release_many(blocks)
+        places = [self._released[block] for block in reversed(blocks)]
+        self.classes += self._blocks["class_"][places].tolist()
 
 
 def _observe(trace: Trace) -> list[int]:

@@ -80,7 +80,7 @@ def compile_replay(priority: Callable[..., float], has_own: bool) -> Callable:
         block_ids, offsets, capacity, next_uses, blocks, queues,
         times_ms, prompts, outputs, tools, num_ghosts, own,
     ):  # fmt: skip
-        blocks, rising, heap = _borrowed(blocks), _borrowed(queues[0]), _borrowed(queues[1])
+        blocks, rising, heap = borrowed(blocks), borrowed(queues[0]), borrowed(queues[1])
         num_requests = len(offsets) - 1
         hits = np.zeros(num_requests, np.int64)
         queue_size = len(rising)
@@ -243,7 +243,7 @@ def _as_pointer(_typing_context, _address):
 
 
 @numba.njit(inline="always")
-def _borrowed(array):
+def borrowed(array):
     """The array without an owner, for compiled functions whose caller keeps it.
 
     Numba counts the references of an array at each access of a record in it, by atomic

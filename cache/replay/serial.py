@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from cache.checks import at_least
 from cache.policies import EvictionPolicy, PriorityPolicy, as_policy
 from cache.policies.base import Request, wrong_victim
+from cache.policies.gittins import Gittins
 from cache.traces.trace import Trace, load_trace
 
 if TYPE_CHECKING:
@@ -135,13 +136,21 @@ def _hit_tokens(trace: Trace, hits: np.ndarray) -> int | None:
 
 
 def _compiled(policy: EvictionPolicy):
-    """The compiled replay of a priority policy, or None if it has to run in Python."""
+    """The compiled replay of the policy, or None if it has to run in Python."""
+    if type(policy) is Gittins:
+        _warm_up_gittins()
+        return policy.replay
     if not isinstance(policy, PriorityPolicy):
         return None
     priority = policy.describing_priority()
     own = policy.own_state(1)
     replay = priority and _warmed_up(priority, policy.needs_future, own is not None and own.dtype)
     return replay and functools.partial(_replay_compiled, replay, policy)
+
+
+@functools.cache
+def _warm_up_gittins() -> None:
+    Gittins().replay(Trace.from_requests([(0, 1, 1, [0])], name="one", block_size=1), 1)
 
 
 @functools.cache

@@ -10,104 +10,149 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cache
-from cache.policies import Request, gittins, make_policy
-from cache.policies.gittins import Gittins, Use, estimate_hazards, gittins_indices, passed_bins
-from cache.traces.trace import Trace
-from tests.cache.prefix_traces import trace_of
+from cache.policies import Request, gittins_compiled, make_policy
+from cache.policies.gittins import Gittins
+from tests.cache.prefix_traces import prefix_traces, trace_of
+
+CLASSES, BINS = 160, 32
+ENDS = np.array([0.0, *(2.0**bin_ for bin_ in range(BINS))])
+"""Of the age bins, ms."""
 
 
 class Checked(Gittins):
-    def _take(self, before=math.inf):
-        node = super()._take(before)
-        for class_, head in self._heads.items():
-            number, first = self._leaves_of[class_].first()
-            assert head == (self._worth(first.memo), number, first)
-        return node
+    """Runs in Python, through the methods that managers call, and checks each victim: the block
+    of least worth among the oldest of the classes."""
+
+    def evict_before(self, release):
+        blocks, index = self._blocks[[*self._released.values()]], self._states[0]["index"]
+        _, oldest = np.unique(blocks["class_"][order := np.argsort(blocks["number"])], True)
+        heads = blocks[order[oldest]]
+        worths = np.array(
+            [
+                np.interp(self._now - head["released_ms"], ENDS, index[head["class_"]])
+                for head in heads
+            ]
+        )
+        least = np.isclose(worths, worths.min(), rtol=1e-12, atol=0)
+        victim = super().evict_before(release)
+        number = self._blocks["number"][self._free[-1]]
+        assert number in heads["number"][least]
+        assert number == heads["number"][least].min() or worths.min() > 0
+        return victim
 
 
-def test_the_heads_of_classes_are_their_first_leaves_at_their_worth():
-    chat = cache.make_workload("multi_turn_chat", seed=3, num_requests=150)
-    requests = [request._replace(timestamp_ms=i // 3 - 9) for i, request in enumerate(chat)]
-    for trace in (chat, Trace.from_requests(requests, name="ties", block_size=16)):
-        capacity = trace.num_unique_blocks // 10
-        policy = Checked(ghost_ratio=2)
+@pytest.mark.parametrize(("name", "ghost_ratio"), [("multi_turn_chat", 1), ("rag", 16), ("rag", 0)])
+def test_compiled_it_evicts_what_it_does_in_a_manager_the_least_worth(name, ghost_ratio):
+    trace = cache.make_workload(name, seed=3, num_requests=100)
+    capacity = trace.num_unique_blocks // 20
+    compiled, checked = (
         cache.simulate(trace, policy=policy, capacity_blocks=capacity)
-        assert capacity < len(policy._ghosts) <= 2 * capacity
+        for policy in (Gittins(ghost_ratio), Checked(ghost_ratio))
+    )
+    assert (compiled.compiled, checked.compiled) == (True, False)
+    assert compiled.hits.tolist() == checked.hits.tolist()
+    assert compiled.evictions == checked.evictions
 
 
-@given(st.data())
-def test_the_index_is_the_most_hits_for_the_space_that_they_take(data):
-    """From its definition, with the share still out drawn straight between the ends of a bin."""
-    hazards = np.array(data.draw(st.lists(st.floats(0, 1), min_size=32, max_size=32)))
-    (index,) = gittins_indices(hazards[None])
-    ends = [0.0, *(2.0**bin_ for bin_ in range(32))]
-    for age in range(32):
-        best, space, out = 0.0, 0.0, 1.0
-        for bin_ in range(age, 32):
-            still_out = out * (1 - hazards[bin_])
-            space += (ends[bin_ + 1] - ends[bin_]) * (out + still_out) / 2
-            best, out = max(best, (1 - still_out) / space), still_out
-        assert index[age] == pytest.approx(best, rel=1e-9, abs=1e-15)
+@given(trace=prefix_traces, capacity=st.integers(1, 12))
+def test_before_there_are_statistics_it_is_lru(trace, capacity):
+    lru, mine = (
+        cache.simulate(trace, policy=policy, capacity_blocks=capacity)
+        for policy in ("lru", "gittins")
+    )
+    assert lru.hits.tolist() == mine.hits.tolist()
+
+
+def test_blocks_that_are_out_are_counted_in_the_epoch_of_their_release():
+    """Also after two epochs have become one, several times."""
+    trace = cache.make_workload("multi_turn_chat", seed=3, num_requests=2000)
+    blocks, states = gittins_compiled.empty(trace.num_unique_blocks, 2**40)
+    gittins_compiled.replay(
+        trace.block_ids, trace.offsets, 500, trace.timestamps_ms, trace.output_lengths,
+        blocks, states,
+    )  # fmt: skip
+    state, known = states[0], blocks[:-CLASSES]
+    begun = state["begun"][: state["num_epochs"]]
+    assert (np.diff(begun) > 0).all()
+    assert state["num_releases"] == trace.num_block_references > 16 * 512
+    epochs = np.searchsorted(begun, known["number"], side="right") - 1
+    expected = np.zeros((16, CLASSES))
+    np.add.at(expected, (epochs, known["class_"]), known["weight"])
+    assert state["out"] == pytest.approx(expected, abs=1e-6)
+    lengths = np.diff(trace.offsets)
+    assert state["out"].sum() + state["returned"].sum() == pytest.approx(np.sqrt(lengths).sum())
+
+
+def test_blocks_reach_the_ages_until_their_return_or_that_of_their_epoch():
+    """12 ms is half through bin 4, 100 ms a bit more than half through bin 7."""
+    returned, out = np.zeros((CLASSES, BINS)), np.zeros((2, CLASSES))
+    returned[5, [3, 7]] = 3, 1
+    out[:, 5] = 2, 4
+    reached = gittins_compiled.reached_ages(out, np.array([0.0, 88.0]), returned, 100.0)
+    expected = np.zeros(BINS)
+    expected[:8] = 1 + 2
+    expected[7] = 1 + 2 * (100 - 64) / 64
+    expected[:4] += 3 + 4
+    expected[4] += 4 * (12 - 8) / 8
+    assert reached[5] == pytest.approx(expected)
+    assert np.delete(reached, 5, axis=0).sum() == 0
 
 
 def test_hazards_are_what_returned_of_what_reached_an_age_or_those_of_the_group():
-    """Ages are 12 ms and 100 ms: half through bin 4, a bit more than half through bin 7."""
-    places = (1, 2, 1), (1, 2, 0), (1, 4, 0), (1, 3, 0), (2, 2, 1), (5, 2, 1)  # uses, output, idle
-    used_once, same_output, other_output, same_uses, other, often_used = (
-        np.ravel_multi_index(place, (14, 6, 3)) for place in places
-    )
     many = 1e9  # blocks, against which shrinkage is nothing
-    returned, out = np.zeros((252, 32)), np.zeros((2, 252))
+    returned, reached = np.zeros((CLASSES, BINS)), np.zeros((CLASSES, BINS))
+    used_once, same_uses, other, often_used = (20 * kind for kind in (1, 1, 2, 5))
+    same_uses += 7
     returned[used_once, [3, 7]] = 3 * many, many
-    out[:, used_once] = 2 * many, 4 * many
-    out[0, other_output] = 10 * many
-    hazards = estimate_hazards(returned, out.T @ passed_bins(np.array([[12.0], [100.0]])))
-    expected = np.zeros(32)
-    expected[[3, 7]] = 3 / (4 + 2 + 4), 1 / (1 + 4 * (100 - 64) / 64)
-    for class_ in (used_once, same_output):
-        assert hazards[class_] == pytest.approx(expected)
-    expected[3] = 3 / (4 + 2 + 4 + 10)
+    reached[used_once] = 10 * many
+    reached[used_once + 1] = 5 * many
+    hazards = gittins_compiled.estimate_hazards(returned, reached)
+    assert hazards[used_once, [3, 7, 8]] == pytest.approx([0.3, 0.1, 0.0])
+    assert hazards[used_once + 1, 3] == pytest.approx(0.0, abs=1e-6)
     for class_ in (same_uses, other):
-        assert hazards[class_] == pytest.approx(expected)
-    assert hazards[often_used] == pytest.approx(np.where(expected > 0, 0.9, 0.0))
+        assert hazards[class_, [3, 7, 8]] == pytest.approx([0.2, 1 / 15, 0.0])
+    assert hazards[often_used, [3, 7, 8]] == pytest.approx([0.9, 0.9, 0.0])
 
 
-def test_the_worth_changes_evenly_between_the_ends_of_a_bin():
-    policy = make_policy("gittins")
-    policy.start(1)
-    policy._index, policy._now = [[0.0, 0.0, 0.0, 0.0, 5.0, 1.0]], 11.0  # bin 4 begins at 8 ms
-    assert policy._worth(Use(0, 0.0, 0, 1, 1.0, 0)) == 5.0 - 3 / 8 * 4.0
+@given(st.integers(0, 2**32 - 1))
+def test_the_index_is_the_most_hits_for_the_space_that_they_take(seed):
+    """From its definition, with the share still out drawn straight between the ends of a bin."""
+    hazards = np.random.default_rng(seed).beta(0.3, 1.0, (CLASSES, BINS)).round(2)
+    index = np.zeros((CLASSES, BINS + 1))
+    gittins_compiled.gittins_indices(hazards, index)
+    group, expected = 20, np.zeros((CLASSES, BINS))
+    for age in range(BINS):
+        space, out = 0.0, np.ones(CLASSES)
+        for bin_ in range(age, BINS):
+            still_out = out * (1 - hazards[:, bin_])
+            space = space + (ENDS[bin_ + 1] - ENDS[bin_]) * (out + still_out) / 2
+            expected[:, age] = np.maximum(expected[:, age], (1 - still_out) / space)
+            out = still_out
+    by_uses = expected.reshape(-1, group, BINS)
+    np.maximum.accumulate(by_uses[1:], axis=0, out=by_uses[1:])  # the first are new ends of prompts
+    assert index[:, :BINS] == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("idle_ms", [1000, 100_000])
-def test_prompts_that_were_idle_are_of_other_classes_and_n_blocks_weigh_as_the_root_of_n(idle_ms):
+@pytest.mark.parametrize(("idle_ms", "idle"), [(1000, 1), (20_000, 2), (100_000, 3)])
+def test_classes_are_uses_output_length_and_idle_time(idle_ms, idle):
     policy = make_policy("gittins")
     policy.start(9)
-    for at, keys in ((0, [1, 2]), (idle_ms, [1, 2, 3])):
-        policy.tell(Request(at, 48, 4, len(keys)))
-        blocks = [key for key in keys if key not in policy._nodes or policy.pin(key)]
-        for key in blocks:
-            policy.insert(key, key, key - 1 or None, key - 1)
+    for at, keys, output in ((0, [1, 2, 3], 4), (idle_ms, [1, 2, 4], 100)):
+        policy.tell(Request(at, 48, output, len(keys)))
+        for depth, key in enumerate(keys):
+            if key in policy._released:
+                policy.pin(key)
+            else:
+                policy.insert(key, key, keys[depth - 1] if depth else None, depth)
         policy.release_many(keys[::-1])
-    idle = [policy._nodes[key].memo.class_ % 3 for key in (1, 2, 3)]
-    assert idle == [1 + (idle_ms > 16384)] * 3
-    assert policy._returned.sum() == pytest.approx(2**0.5)
-    assert policy._out.sum() == pytest.approx(3**0.5)
-
-
-def test_two_epochs_become_one_when_there_are_too_many(monkeypatch):
-    monkeypatch.setattr(gittins, "_NUM_EPOCHS", 4)
-    monkeypatch.setattr(gittins, "_LEARN_EVERY", 1)
-    policy = make_policy("gittins")
-    policy.start(20)
-    for block in range(14):
-        policy.insert(block, block, None, 0)
-        policy.release(block)
-    assert policy._out.sum(axis=1).tolist() == [4, 4, 4, 2]
-    assert policy._begun_ms.tolist() == [1000, 5000, 9000, 13000]
-    policy.pin(5)
-    policy.release(5)
-    assert policy._out.sum(axis=1).tolist() == [4, 3, 4, 3]
+        classes = {key: policy._blocks["class_"][place] for key, place in policy._released.items()}
+        found = {key: np.unravel_index(class_, (8, 5, 4)) for key, class_ in classes.items()}
+        if not at:
+            assert found == {1: (1, 0, 0), 2: (1, 0, 0), 3: (0, 0, 0)}
+    assert found == {1: (2, 2, idle), 2: (2, 2, idle), 3: (0, 0, 0), 4: (0, 2, idle)}
+    returned = policy._states[0]["returned"]
+    assert returned.sum() == pytest.approx(2 / 3**0.5)
+    assert returned[:, idle_ms.bit_length()].sum() == returned.sum()
 
 
 def test_without_times_a_release_takes_a_second():
@@ -121,8 +166,9 @@ def test_without_times_a_release_takes_a_second():
             else:
                 policy.insert(at % 3, at % 3, None, 0)
             policy.release(at % 3)
-    assert np.array_equal(*(policy._returned for policy in policies))
-    assert policies[0]._returned.sum() > 0
+    returned = [policy._states[0]["returned"] for policy in policies]
+    assert np.array_equal(*returned)
+    assert returned[0].sum() > 0
 
 
 class Listener(cache.policies.POLICIES["fifo"]):
