@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from itertools import takewhile
@@ -14,15 +15,16 @@ class Safeguarded(LeafPolicy):
     """``policy``, with at most ``budget`` hits per block reference fewer than LRU (PageLab).
 
     It follows an LRU cache of its size.  The *balance* is its hits less LRU's hits plus
-    ``budget`` x references, at most the capacity.  *Missing* are the blocks that LRU holds and the
-    pool does not.  ``policy`` may evict while missing < balance.  Otherwise it may only evict what
-    LRU does not hold (``evict_before``), or the block released first is evicted.  A block that
-    ``policy`` gives up while resident blocks continue it goes after these.  So every block before a
-    present block that LRU holds is present too, missing never exceeds balance, and each missing
-    block can cost one hit.
+    ``budget`` x references; what exceeds the capacity is lost.  *Missing* are the blocks that LRU
+    holds and the pool does not.  ``policy`` may evict while missing + 1 <= balance.  Otherwise it
+    may only evict what LRU does not hold (``evict_before``), or the block released first is
+    evicted.  A block that ``policy`` gives up while resident blocks continue it is set aside and
+    goes after these.  So every block before a present block is present too, missing never exceeds
+    balance, and each missing block can cost one hit.
 
-    Proven for serial replay, from the first request on: docs/eviction-study.md.  In a manager
-    requests overlap, LRU is followed at each release, and nothing is proven.
+    Proven for serial replay of traces whose ids are unique to their prefix, from the first request
+    on: docs/eviction-study.md.  In a manager requests overlap, LRU is followed at each release, and
+    nothing is proven.
 
     ``policy`` is a name (``options`` are its options) or an object that defines ``remove``.  Raises
     ValueError for a negative ``budget`` or a policy that cannot remove blocks.
@@ -37,8 +39,8 @@ class Safeguarded(LeafPolicy):
 
         self.policy, self.budget = as_policy(policy, **options), budget
         self.needs_future = self.policy.needs_future
-        if not budget >= 0:
-            raise ValueError(f"budget must not be negative, got {budget}")
+        if not 0 <= budget < math.inf:
+            raise ValueError(f"budget must be finite and not negative, got {budget}")
         if type(self.policy).remove is EvictionPolicy.remove:
             raise ValueError(f"policy {self.policy.name!r} does not define remove(block)")
 
@@ -91,6 +93,7 @@ class Safeguarded(LeafPolicy):
         else:
             self._spared.remove(block)
             node = self._nodes[block]
+            self.policy.miss(node.key)
             parent = node.parent.key if node.parent else None
             self.policy.insert(block, node.key, parent, node.depth)
 
@@ -125,13 +128,16 @@ class Safeguarded(LeafPolicy):
         oldest = next(iter(self._lru.values()), 0)
         while len(self.policy):
             block = self.policy.evict() if may_lose else self.policy.evict_before(oldest)
-            if block is None:
+            if block is None and not may_lose:
                 break
-            check_victims(self.policy, (block,), self._released.__contains__)
+            check_victims(self.policy, (block,), self._is_with_policy)
             if not self._nodes[block].children:
                 return block
             self._spared.add(block)
         return None
+
+    def _is_with_policy(self, block: int) -> bool:
+        return block in self._released and block not in self._spared
 
     def remove(self, block: int) -> None:
         self._take_out(block)

@@ -157,7 +157,8 @@ class Bare(EvictionPolicy):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"budget": -1}, "budget must not be negative, got -1"),
+        ({"budget": -1}, "budget must be finite and not negative, got -1"),
+        ({"budget": float("inf")}, "budget must be finite and not negative, got inf"),
         ({"policy": Bare()}, r"policy 'Bare' does not define remove\(block\)"),
         ({"policy": "lruu"}, "policy='lruu' is unknown"),
     ],
@@ -177,3 +178,17 @@ def test_a_wrong_victim_of_the_wrapped_policy_is_named():
     policy = make_policy("safeguarded", policy=WrongVictim(), budget=1.0)
     with pytest.raises(RuntimeError, match="policy 'WrongVictim'"):
         cache.simulate(trace, policy=policy, capacity_blocks=2)
+
+
+class ShallowFirst(cache.policies.POLICIES["fifo"]):
+    """Gives up the head of a prompt, again and again."""
+
+    def evict(self) -> int:
+        return min(self)
+
+
+def test_a_block_that_others_continue_is_given_up_once():
+    trace = trace_of([(0, 1, 2), (0, 1, 2), (3, 4)])
+    policy = make_policy("safeguarded", policy=ShallowFirst(), budget=1.0)
+    with pytest.raises(RuntimeError, match="policy 'ShallowFirst': .* gave 0, not a released block"):
+        cache.simulate(trace, policy=policy, capacity_blocks=3)
