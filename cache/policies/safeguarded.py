@@ -27,7 +27,7 @@ class Safeguarded(LeafPolicy):
     nothing is proven.
 
     ``policy`` is a name (``options`` are its options) or an object that defines ``remove``.  Raises
-    ValueError for a negative ``budget`` or a policy that cannot remove blocks.
+    ValueError for a negative or infinite ``budget`` or a policy that cannot remove blocks.
     """
 
     name = "safeguarded"

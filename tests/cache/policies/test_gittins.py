@@ -16,7 +16,7 @@ from tests.cache.prefix_traces import prefix_traces, trace_of
 
 CLASSES, BINS = 160, 32
 ENDS = np.array([0.0, *(2.0**bin_ for bin_ in range(BINS))])
-"""Of the age bins, ms."""
+"""Ends of the age bins, ms."""
 
 
 class Checked(Gittins):
