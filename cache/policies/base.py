@@ -25,7 +25,12 @@ import copy
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from numbers import Integral
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from cache.traces.trace import Trace
 
 
 class Request(NamedTuple):
@@ -116,18 +121,6 @@ class EvictionPolicy(abc.ABC):
     def evict(self) -> int:
         """Remove and return the block to give up.  Raises IndexError if none is released."""
 
-    def remove(self, block: int) -> None:
-        """Evict ``block``, a released one that the caller chose.  ``Safeguarded`` needs it."""
-        raise NotImplementedError(f"policy {self.name!r} does not define remove(block)")
-
-    def evict_before(self, release: int) -> int | None:
-        """Evict the least valuable of the blocks released before release number ``release``.
-
-        Releases are counted in blocks, from 0.  None: there is no such block, or the policy does
-        not number releases.
-        """
-        return None
-
     @abc.abstractmethod
     def __len__(self) -> int:
         """Number of released blocks."""
@@ -153,6 +146,13 @@ class EvictionPolicy(abc.ABC):
         if count > len(self):
             raise IndexError(f"evict_many: count={count}, but {len(self)} blocks are released")
         return [self.evict() for _ in range(count)]
+
+    def compiled_replay(self) -> Callable[[Trace, int], tuple[np.ndarray, np.ndarray]] | None:
+        """``replay(trace, capacity)`` -> ``(hit_blocks, evictions)`` of each request, compiled.
+
+        ``cache.simulate`` calls it instead of the methods above.  None: there is none.
+        """
+        return None
 
     def _require_future(self, next_use: Callable[[int], float] | None) -> Callable[[int], float]:
         if next_use is None:

@@ -40,19 +40,13 @@ class Gittins(EvictionPolicy):
         self.ghost_ratio = ghost_ratio
 
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
-        import numpy as np
-
         from cache.policies import gittins_compiled
 
         memory = int(self.ghost_ratio * capacity)
         self._blocks, self._states = gittins_compiled.empty(capacity, memory)
-        self._free = list(range(capacity))  # places in ``_blocks``
-        self._block_at: list[int] = [-1] * capacity
-        self._key_at: list[Hashable] = [None] * capacity
-        self._in_use: dict[int, int] = {}  # block to its place
-        self._released: dict[int, int] = {}
+        self._keys: dict[int, Hashable] = {}
+        self._released: set[int] = set()
         self._ghosts = GhostList(memory)
-        self._unknown = np.zeros(1, gittins_compiled.BLOCK)
         self._request = UNKNOWN_REQUEST
         self._now = 0.0
         """Time of the latest request, ms; if unknown, each release counts as a second."""
@@ -63,21 +57,21 @@ class Gittins(EvictionPolicy):
             self._now = request.time_ms
 
     def insert(self, block: int, key: Hashable, parent: Hashable | None, depth: int) -> None:
-        if block in self._in_use or block in self._released:
+        from cache.policies import gittins_compiled
+
+        if block in self._keys:
             raise ValueError(f"insert: block {block} holds content already")
-        place = self._in_use[block] = self._free.pop()
-        self._block_at[place], self._key_at[place] = block, key
-        history = self._ghosts.take(key)
-        self._blocks[place : place + 1] = self._unknown if history is None else history
-        self._blocks[place]["older"] = self._blocks[place]["newer"] = place
+        self._keys[block] = key
+        self._blocks = gittins_compiled.with_room(self._blocks, block)
+        gittins_compiled.insert(self._blocks, block, self._ghosts.take(key))
 
     def pin(self, block: int) -> None:
         from cache.policies import gittins_compiled
 
         if block not in self._released:
             raise ValueError(f"pin: block {block} is not a released one")
-        place = self._in_use[block] = self._released.pop(block)
-        gittins_compiled.unlink(self._blocks, place)
+        self._released.remove(block)
+        gittins_compiled.pin(self._blocks, block, self._states)
 
     def release(self, block: int) -> None:
         self.release_many((block,))
@@ -89,44 +83,38 @@ class Gittins(EvictionPolicy):
 
         blocks = list(blocks)
         for block in blocks:
-            if block not in self._in_use:
+            if block not in self._keys or block in self._released:
                 raise ValueError(f"release: block {block} is not in use")
-        for block in blocks:
-            self._released[block] = self._in_use.pop(block)
+        self._released.update(blocks)
         if math.isnan(self._request.time_ms):
             self._now += 1000.0
-        places = np.array([self._released[block] for block in blocks], np.int32)
         output = float(self._request.output_tokens)
-        gittins_compiled.release(self._blocks, places, self._states, self._now, output)
+        released = np.array(blocks, np.int32)
+        gittins_compiled.release(self._blocks, released, self._states, self._now, output)
 
     def evict(self) -> int:
-        block = self.evict_before(2**62)
-        if block is None:
-            raise IndexError("evict: no block is released")
-        return block
-
-    def evict_before(self, release: int) -> int | None:
         from cache.policies import gittins_compiled
 
-        place = gittins_compiled.evict(self._blocks, self._states, self._now, release)
-        return None if place < 0 else self._give_up(self._block_at[place])
-
-    def remove(self, block: int) -> None:
-        self.pin(block)
-        self._released[block] = self._in_use.pop(block)
-        self._give_up(block)
-
-    def _give_up(self, block: int) -> int:
-        place = self._released.pop(block)
-        self._ghosts.add(self._key_at[place], self._blocks[place : place + 1].copy())
-        self._free.append(place)
+        if not self._released:
+            raise IndexError("evict: no block is released")
+        block = int(gittins_compiled.evict(self._blocks, self._states, self._now))
+        self._released.remove(block)
+        self._ghosts.add(self._keys.pop(block), self._blocks[block : block + 1].copy())
         return block
 
     def __len__(self) -> int:
         return len(self._released)
 
-    def replay(self, trace: Trace, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-        """Hit blocks and evictions of each request of a serial replay, compiled."""
+    def compiled_replay(self) -> Callable[[Trace, int], tuple[np.ndarray, np.ndarray]] | None:
+        if type(self) is not Gittins:  # a subclass may change a method
+            return None
+        from cache.traces.trace import Trace
+
+        one = Trace.from_requests([(0, 1, 1, [0])], name="one", block_size=1)
+        self._replay(one, 1)  # compiles it before any time is measured
+        return self._replay
+
+    def _replay(self, trace: Trace, capacity: int) -> tuple[np.ndarray, np.ndarray]:
         from cache.policies import gittins_compiled
 
         return gittins_compiled.replay(

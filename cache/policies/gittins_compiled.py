@@ -50,11 +50,10 @@ STATE = np.dtype(
         ("out", np.float64, (_NUM_EPOCHS, NUM_CLASSES)),  # weights, by epoch of release
         ("returned", np.float64, (NUM_CLASSES, _NUM_BINS)),  # weights, by age
         ("index", np.float64, (NUM_CLASSES, _NUM_BINS + 1)),
-        ("ranked_ms", np.float64),
+        ("ranked_ms", np.float64),  # NaN: to be ranked anew
         ("num_ranked", np.int64),  # classes that had blocks then
-        ("ranked", np.int32, NUM_CLASSES),  # these
-        ("head_ms", np.float64, NUM_CLASSES),  # latest release of their oldest blocks
-        ("worths", np.float64, NUM_CLASSES),  # of these blocks
+        ("heads", np.int32, NUM_CLASSES),  # their oldest blocks
+        ("worths", np.float64, NUM_CLASSES),  # of these
     ]
 )
 
@@ -63,14 +62,37 @@ def empty(num_blocks: int, memory: int) -> tuple[np.ndarray, np.ndarray]:
     """``(blocks, states)`` of ``num_blocks`` blocks in use and one state, before any release."""
     blocks = np.zeros(num_blocks + NUM_CLASSES, BLOCK)
     blocks["older"] = blocks["newer"] = np.arange(len(blocks))
+    blocks["older"][num_blocks:] = blocks["newer"][num_blocks:] = np.arange(-NUM_CLASSES, 0)
     states = np.zeros(1, STATE)  # numba takes a microsecond for an array, and eight for a record
     states["memory"] = memory
     return blocks, states
 
 
+def with_room(blocks: np.ndarray, block: int) -> np.ndarray:
+    """``blocks``, or a longer copy if it has no record for ``block``."""
+    num_blocks = len(blocks) - NUM_CLASSES
+    if block < num_blocks:
+        return blocks
+    longer, _ = empty(2 * block + 1, 0)
+    longer[:num_blocks], longer[-NUM_CLASSES:] = blocks[:num_blocks], blocks[num_blocks:]
+    return longer
+
+
+def insert(blocks: np.ndarray, block: int, history: np.ndarray | None) -> None:
+    """``block`` begins to hold what has this ``history``, a former record of it; it is in use."""
+    blocks[block] = np.zeros((), BLOCK) if history is None else history[0]
+    blocks[block]["older"] = blocks[block]["newer"] = block
+
+
 @njit(cache=True)
-def unlink(blocks, block):
+def pin(blocks, block, states):
     """Take ``block``, which is in use now, out of its list."""
+    states[0].ranked_ms = np.nan
+    _unlink(blocks, block)
+
+
+@njit(cache=True)
+def _unlink(blocks, block):
     blocks[blocks[block].older].newer = blocks[block].newer
     blocks[blocks[block].newer].older = blocks[block].older
     blocks[block].older = blocks[block].newer = block
@@ -111,40 +133,42 @@ def release(blocks, released, states, now, output_tokens):
         block.number = state.num_releases
         state.num_releases += 1
         state.out[state.num_epochs - 1, block.class_] += weight
-        end = len(blocks) - NUM_CLASSES + block.class_
+        end = block.class_ - NUM_CLASSES
         block.newer = end
         block.older = blocks[end].older
         blocks[block.older].newer = blocks[end].older = released[at]
 
 
 @njit(cache=True)
-def evict(blocks, states, now, before):
-    """Take the block of least worth among those released before number ``before`` out of its list.
-
-    Returns the block; -1: there is none.
-    """
-    state, first = states[0], len(blocks) - NUM_CLASSES
+def evict(blocks, states, now):
+    """Take the block of least worth out of its list and return it.  There must be one."""
+    state = states[0]
     if state.ranked_ms != now:
         state.ranked_ms = now
         state.num_ranked = 0
-        for class_ in range(NUM_CLASSES):
-            if blocks[first + class_].newer < first:
-                state.ranked[state.num_ranked] = class_
-                state.head_ms[state.num_ranked] = np.nan
+        for end in range(-NUM_CLASSES, 0):
+            head = blocks[end].newer
+            if head >= 0:
+                state.heads[state.num_ranked] = head
+                state.worths[state.num_ranked] = _worth(blocks[head], state, now)
                 state.num_ranked += 1
-    victim, least, number = -1, np.inf, before
-    for place in range(state.num_ranked):
-        head = blocks[first + state.ranked[place]].newer
-        if head >= first or blocks[head].number >= before:
-            continue
-        if state.head_ms[place] != blocks[head].released_ms:
-            state.head_ms[place] = blocks[head].released_ms
-            state.worths[place] = _worth(blocks[head], state, now)
-        worth = state.worths[place]
-        if worth < least or (worth == least and blocks[head].number < number):
-            victim, least, number = head, worth, blocks[head].number
-    if victim >= 0:
-        unlink(blocks, victim)
+    least = 0
+    for place in range(1, state.num_ranked):
+        worth, least_worth = state.worths[place], state.worths[least]
+        if worth < least_worth or (
+            worth == least_worth
+            and blocks[state.heads[place]].number < blocks[state.heads[least]].number
+        ):
+            least = place
+    victim = state.heads[least]
+    state.heads[least] = head = blocks[victim].newer
+    _unlink(blocks, victim)
+    if head < 0:
+        state.num_ranked -= 1
+        state.heads[least] = state.heads[state.num_ranked]
+        state.worths[least] = state.worths[state.num_ranked]
+    elif blocks[head].released_ms != blocks[victim].released_ms:
+        state.worths[least] = _worth(blocks[head], state, now)
     return victim
 
 
@@ -188,15 +212,20 @@ def reached_ages(out, begun_ms, returned, now):
     which began at ``begun_ms``, and a part of the last.
     """
     reached = np.zeros_like(returned)
-    later = np.zeros(NUM_CLASSES)
-    for bin_ in range(_NUM_BINS - 1, -1, -1):
-        later += returned[:, bin_]
-        reached[:, bin_] = later
-        begin, width = _bin_ms(bin_)
-        for epoch in range(len(out)):
-            passed = (now - begun_ms[epoch] - begin) / width
-            if passed > 0.0:
-                reached[:, bin_] += out[epoch] * min(passed, 1.0)
+    for class_ in range(NUM_CLASSES):
+        later = 0.0
+        for bin_ in range(_NUM_BINS - 1, -1, -1):
+            later += returned[class_, bin_]
+            reached[class_, bin_] = later
+    parts = np.empty(_NUM_BINS)
+    for epoch in range(len(out)):
+        for bin_ in range(_NUM_BINS):
+            begin, width = _bin_ms(bin_)
+            parts[bin_] = min(max((now - begun_ms[epoch] - begin) / width, 0.0), 1.0)
+        for class_ in range(NUM_CLASSES):
+            row, weight = reached[class_], out[epoch, class_]
+            for bin_ in range(_NUM_BINS):
+                row[bin_] += weight * parts[bin_]
     return reached
 
 
@@ -287,12 +316,12 @@ def replay(block_ids, offsets, capacity, times_ms, outputs, blocks, states):
             hits[request] += 1
         for block in ids:
             if resident[block]:
-                unlink(blocks, block)
+                pin(blocks, block, states)
         for block in ids:
             if resident[block]:
                 continue
             if num_resident == capacity:
-                resident[evict(blocks, states, times_ms[request], states[0].num_releases)] = False
+                resident[evict(blocks, states, times_ms[request])] = False
                 evictions[request] += 1
             else:
                 num_resident += 1

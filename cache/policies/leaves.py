@@ -90,19 +90,9 @@ class LeafPolicy(EvictionPolicy):
     def evict(self) -> int:
         if not self._released:
             raise IndexError("evict: no block is released")
-        return self._evicted(self._take() or self._nodes[next(iter(self._released))])
-
-    def _evicted(self, node: Node) -> int:
+        node = self._take() or self._nodes[next(iter(self._released))]
         node.released = False
         del self._released[node.block]
-        self._give_up(node)
-        return node.block
-
-    def remove(self, block: int) -> None:
-        self.pin(block)
-        self._give_up(self._nodes[block])
-
-    def _give_up(self, node: Node) -> None:
         del self._nodes[node.block]
         if self._with_key.get(node.key) is node:
             del self._with_key[node.key]
@@ -110,6 +100,7 @@ class LeafPolicy(EvictionPolicy):
             node.parent.children -= 1
             if node.parent.released and not node.parent.children:
                 self._offer(node.parent)
+        return node.block
 
     def __len__(self) -> int:
         return len(self._released)

@@ -16,6 +16,8 @@ from cache.policies.queues import GhostList
 if TYPE_CHECKING:
     import numpy as np
 
+    from cache.traces.trace import Trace
+
 _METHODS = {"start", "insert", "pin", "pin_many", "release", "release_many", "evict", "evict_many"}
 _METHODS |= {"rank", "tell"}
 
@@ -23,6 +25,7 @@ _METHODS |= {"rank", "tell"}
 def record(**fields: float) -> np.record:
     """A record of float64 numbers with these names and values, for ``own_state``."""
     import numpy as np
+
 
     return np.rec.array([tuple(fields.values())], dtype=[(name, np.float64) for name in fields])[0]
 
@@ -132,6 +135,13 @@ class PriorityPolicy(EvictionPolicy):
                 return None
         return None
 
+    def compiled_replay(self) -> Callable[[Trace, int], tuple[np.ndarray, np.ndarray]] | None:
+        if (priority := self.describing_priority()) is None:
+            return None
+        from cache.replay.compiled import replay_of  # numba is slow to import
+
+        return replay_of(self, priority)
+
     def rank(self, block: BlockHistory) -> float:
         """``priority(block)``; ValueError if that is not a number."""
         own = self._own
@@ -191,14 +201,6 @@ class PriorityPolicy(EvictionPolicy):
             self._clock, block = self._released.pop()
         except IndexError:
             raise IndexError("evict: no block is released") from None
-        self._give_up(block)
-        return block
-
-    def remove(self, block: int) -> None:
-        self._released.remove(block)
-        self._give_up(block)
-
-    def _give_up(self, block: int) -> None:
         record = self._records.pop(block)
         self._with_key.pop(record.key, None)
         if record.parent:
@@ -206,6 +208,7 @@ class PriorityPolicy(EvictionPolicy):
             record.parent = None
         if self.ghost_ratio:
             self._ghosts.add(record.key, record)
+        return block
 
     def __len__(self) -> int:
         return len(self._released)

@@ -60,8 +60,7 @@ class _Observer(Gittins):
 
     def release_many(self, blocks: list[int]) -> None:
         super().release_many(blocks)
-        places = [self._released[block] for block in reversed(blocks)]
-        self.classes += self._blocks["class_"][places].tolist()
+        self.classes += self._blocks["class_"][blocks[::-1]].tolist()
 
 
 def _observe(trace: Trace) -> list[int]:

@@ -7,6 +7,8 @@ of the trace, so the state of a block is one record in an array.
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable
 
 import numba
@@ -15,7 +17,8 @@ import numpy as np
 
 import cache.policies
 from cache.policies.base import Request
-from cache.policies.priority import BlockHistory
+from cache.policies.priority import BlockHistory, PriorityPolicy
+from cache.traces.trace import Trace
 
 _BLOCK = np.dtype(
     [
@@ -40,6 +43,54 @@ numba.cloudpickle.register_pickle_by_value(cache.policies)
 _EXACT = 2.0**53
 """Up to here every integer is a float64."""
 _ENTRY = np.dtype([("priority", np.float64), ("ticket", np.int64), ("block", np.int64)])
+
+
+def replay_of(policy: PriorityPolicy, priority: Callable[..., float]) -> Callable | None:
+    """``replay(trace, capacity)`` -> ``(hit_blocks, evictions)`` with the policy's ``priority``.
+
+    None, with a warning, if numba cannot compile it; None if its integers are too large at once.
+    """
+    own = policy.own_state(1)
+    compiled = _warmed_up(priority, policy.needs_future, own is not None and own.dtype)
+    return compiled and functools.partial(_replay, compiled, policy)
+
+
+@functools.cache
+def _warmed_up(priority, needs_future: bool, own_dtype):
+    """The replay of ``priority``, compiled by a tiny replay before any time is measured."""
+    replay = compile_replay(priority, bool(own_dtype))
+    one = np.ones(1, np.int64)
+    own = np.ones(1, own_dtype)[0] if own_dtype else None
+    try:
+        replay(
+            np.zeros(1, np.int32), np.array([0, 1]), 1, 1, needs_future,
+            np.zeros(1), one, one, np.zeros(1), 0, own,
+        )  # fmt: skip
+    except OverflowError:
+        return None
+    except Exception as error:  # numba raises errors of many kinds
+        if own is not None and isinstance(error, ArithmeticError | ValueError):
+            return replay  # compiled; this error is due to the ones in its state
+        reason = str(error).partition("\n")[0]
+        warnings.warn(f"{priority.__qualname__} runs in Python: numba: {reason}", stacklevel=4)
+        return None
+    return replay
+
+
+def _replay(compiled, policy: PriorityPolicy, trace: Trace, capacity: int):
+    return compiled(
+        trace.block_ids,
+        trace.offsets,
+        trace.num_unique_blocks,
+        capacity,
+        policy.needs_future,
+        trace.timestamps_ms,
+        trace.input_lengths,
+        trace.output_lengths,
+        trace.calls_tool,
+        int(policy.ghost_ratio * capacity),
+        policy.own_state(capacity),
+    )
 
 
 def compile_replay(priority: Callable[..., float], has_own: bool) -> Callable:

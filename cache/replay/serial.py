@@ -15,18 +15,15 @@ Overlapping requests, decoding and preemption need a real cache manager instead.
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import time
-import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cache.checks import at_least
-from cache.policies import EvictionPolicy, PriorityPolicy, as_policy
+from cache.policies import EvictionPolicy, as_policy
 from cache.policies.base import Request, wrong_victim
-from cache.policies.gittins import Gittins
 from cache.traces.trace import Trace, load_trace
 
 if TYPE_CHECKING:
@@ -100,7 +97,7 @@ def simulate(
 
     # A larger pool evicts nothing either, and its size may overflow an int64.
     pool = min(capacity_blocks, max(trace.num_block_references, 1))
-    replay = _compiled(policy)
+    replay = policy.compiled_replay()
     started = time.perf_counter()
     if replay is not None:
         try:
@@ -133,69 +130,6 @@ def _hit_tokens(trace: Trace, hits: np.ndarray) -> int | None:
         return None
     # The last block of a prompt may be partly filled.
     return int((hits * trace.block_size).clip(max=trace.input_lengths).sum())
-
-
-def _compiled(policy: EvictionPolicy):
-    """The compiled replay of the policy, or None if it has to run in Python."""
-    if type(policy) is Gittins:
-        _warm_up_gittins()
-        return policy.replay
-    if not isinstance(policy, PriorityPolicy):
-        return None
-    priority = policy.describing_priority()
-    own = policy.own_state(1)
-    replay = priority and _warmed_up(priority, policy.needs_future, own is not None and own.dtype)
-    return replay and functools.partial(_replay_compiled, replay, policy)
-
-
-@functools.cache
-def _warm_up_gittins() -> None:
-    Gittins().replay(Trace.from_requests([(0, 1, 1, [0])], name="one", block_size=1), 1)
-
-
-@functools.cache
-def _warmed_up(priority, needs_future: bool, own_dtype):
-    """The replay of ``priority``, compiled by a tiny replay before any time is measured.
-
-    None if numba cannot compile ``priority`` or its integers are too large at once.
-    """
-    import numpy as np
-
-    from cache.replay.compiled import compile_replay
-
-    replay = compile_replay(priority, bool(own_dtype))
-    one = np.ones(1, np.int64)
-    own = np.ones(1, own_dtype)[0] if own_dtype else None
-    try:
-        replay(
-            np.zeros(1, np.int32), np.array([0, 1]), 1, 1, needs_future,
-            np.zeros(1), one, one, np.zeros(1), 0, own,
-        )  # fmt: skip
-    except OverflowError:
-        return None
-    except Exception as error:  # numba raises errors of many kinds
-        if own is not None and isinstance(error, ArithmeticError | ValueError):
-            return replay  # compiled; this error is due to the ones in its state
-        reason = str(error).partition("\n")[0]
-        warnings.warn(f"{priority.__qualname__} runs in Python: numba: {reason}", stacklevel=2)
-        return None
-    return replay
-
-
-def _replay_compiled(replay, policy: PriorityPolicy, trace: Trace, capacity: int):
-    return replay(
-        trace.block_ids,
-        trace.offsets,
-        trace.num_unique_blocks,
-        capacity,
-        policy.needs_future,
-        trace.timestamps_ms,
-        trace.input_lengths,
-        trace.output_lengths,
-        trace.calls_tool,
-        int(policy.ghost_ratio * capacity),
-        policy.own_state(capacity),
-    )
 
 
 def _replay_in_python(trace: Trace, policy: EvictionPolicy, capacity: int):

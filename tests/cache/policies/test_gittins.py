@@ -23,8 +23,8 @@ class Checked(Gittins):
     """Runs in Python, through the methods that managers call, and checks each victim: the block
     of least worth among the oldest of the classes."""
 
-    def evict_before(self, release):
-        blocks, index = self._blocks[[*self._released.values()]], self._states[0]["index"]
+    def evict(self):
+        blocks, index = self._blocks[[*self._released]], self._states[0]["index"]
         _, oldest = np.unique(blocks["class_"][order := np.argsort(blocks["number"])], True)
         heads = blocks[order[oldest]]
         worths = np.array(
@@ -34,8 +34,8 @@ class Checked(Gittins):
             ]
         )
         least = np.isclose(worths, worths.min(), rtol=1e-12, atol=0)
-        victim = super().evict_before(release)
-        number = self._blocks["number"][self._free[-1]]
+        victim = super().evict()
+        number = self._blocks["number"][victim]
         assert number in heads["number"][least]
         assert number == heads["number"][least].min() or worths.min() > 0
         return victim
@@ -145,7 +145,7 @@ def test_classes_are_uses_output_length_and_idle_time(idle_ms, idle):
             else:
                 policy.insert(key, key, keys[depth - 1] if depth else None, depth)
         policy.release_many(keys[::-1])
-        classes = {key: policy._blocks["class_"][place] for key, place in policy._released.items()}
+        classes = {key: policy._blocks["class_"][key] for key in policy._released}
         found = {key: np.unravel_index(class_, (8, 5, 4)) for key, class_ in classes.items()}
         if not at:
             assert found == {1: (1, 0, 0), 2: (1, 0, 0), 3: (0, 0, 0)}

@@ -148,18 +148,11 @@ def test_a_manager_runs_it_and_forgets_with_it():
     assert not len(policy)
 
 
-class Bare(EvictionPolicy):
-    """Defines what every policy must, and no ``remove``."""
-
-    start = pin = release = evict = __len__ = lambda *_: None
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"budget": -1}, "budget must be finite and not negative, got -1"),
         ({"budget": float("inf")}, "budget must be finite and not negative, got inf"),
-        ({"policy": Bare()}, r"policy 'Bare' does not define remove\(block\)"),
         ({"policy": "lruu"}, "policy='lruu' is unknown"),
     ],
 )
