@@ -26,7 +26,6 @@ def record(**fields: float) -> np.record:
     """A record of float64 numbers with these names and values, for ``own_state``."""
     import numpy as np
 
-
     return np.rec.array([tuple(fields.values())], dtype=[(name, np.float64) for name in fields])[0]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from itertools import chain, takewhile
+from itertools import takewhile
 
 from cache.policies.base import EvictionPolicy, Request, check_victims
 from cache.policies.leaves import LeafPolicy, Node
@@ -17,9 +17,10 @@ class Safeguarded(LeafPolicy):
     It follows an LRU cache of its size.  The *balance* is its hits less LRU's hits plus
     ``budget`` x references; what exceeds the capacity is lost.  *Missing* are the blocks that LRU
     holds and the pool does not.  What ``policy`` gives up is set aside until it may go: no resident
-    block continues it, and LRU does not hold it or missing + 1 <= balance.  So every block before a
-    present block is present too, missing never exceeds balance, and each missing block can cost one
-    hit.
+    block continues it, and either LRU does not hold it or missing + 1 <= balance.  Of those that
+    may go, what LRU does not hold goes first; without any ``policy`` is asked again.  So every
+    block before a present block is present too, missing never exceeds balance, and each missing
+    block can cost one hit.
 
     Proven for serial replay of traces whose ids are unique to their prefix, from the first request
     on: docs/eviction-study.md.  In a manager requests overlap, LRU is followed at each release, and
@@ -48,14 +49,17 @@ class Safeguarded(LeafPolicy):
     def _reset(self) -> None:
         self._balance, self._missing = 0.0, 0
         self._lru: OrderedDict[Hashable, None] = OrderedDict()
-        self._aside: set[int] = set()
-        self._leaves_lru_lacks: dict[int, None] = {}  # of those set aside
+        self._aside: set[int] = set()  # its leaves are in one of the next two
+        self._leaves_lru_lacks: dict[int, None] = {}
         self._leaves_lru_holds: dict[int, None] = {}
         self._is_looked_up = False
 
     def tell(self, request: Request) -> None:
         super().tell(request)
         self.policy.tell(request)
+
+    def expect(self, place: tuple[int, ...], keys: Sequence[Hashable]) -> None:
+        self.policy.expect(place, keys)
 
     def miss(self, key: Hashable) -> None:
         self.policy.miss(key)
@@ -80,6 +84,7 @@ class Safeguarded(LeafPolicy):
         self._is_looked_up = True
 
     def _was_released(self, key: Hashable) -> bool:
+        # ``memo`` is None before the first release: a running request has inserted it.
         return key in self._with_key and self._with_key[key].memo
 
     def insert(self, block: int, key: Hashable, parent: Hashable | None, depth: int) -> None:
@@ -117,18 +122,21 @@ class Safeguarded(LeafPolicy):
 
     def _take(self) -> Node:
         may_lose = self._missing + 1 <= self._balance
-        ready = [self._leaves_lru_lacks, *([self._leaves_lru_holds] if may_lose else [])]
-        while not any(ready) and len(self.policy):
+        while not (leaves := self._leaves_that_may_go(may_lose)) and len(self.policy):
             block = self.policy.evict()
             check_victims(self.policy, (block,), self._is_with_policy)
             self._aside.add(block)
             if not self._nodes[block].children:
                 self._offer(self._nodes[block])
-        node = self._nodes[next(chain(*ready, self._released))]
+        # Where requests overlap there may be no such leaf.
+        node = self._nodes[next(iter(leaves or self._released))]
         self._aside.remove(node.block)
         self._withdraw(node)
-        self._missing += node.key in self._lru and self._with_key.get(node.key) is node
+        self._missing += node.key in self._lru
         return node
+
+    def _leaves_that_may_go(self, may_lose: bool) -> dict[int, None]:
+        return self._leaves_lru_lacks or (self._leaves_lru_holds if may_lose else {})
 
     def _is_with_policy(self, block: int) -> bool:
         return block in self._released and block not in self._aside
