@@ -41,13 +41,6 @@ SMOLLM2 = "smollm2-135m"
 """Name of the checkpoint."""
 
 
-def default_model() -> str:
-    """The model that experiments run on this machine: qwen3-0.6b on a GPU, llama-100m on a CPU."""
-    import torch
-
-    return "qwen3-0.6b" if torch.cuda.is_available() else "llama-100m"
-
-
 def model_config(name: str) -> ModelConfig:
     """The shape ``name``.  On a GPU its weights are bf16."""
     import torch

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_mask
 
-from kernels import flash_attn_compat, reference
+from kernels import flash_attn_compat
 from kernels.testing import baselines
 from kernels.testing.baselines import BASELINES, PAGE_SIZE
 from kernels.testing.cases import make_case
@@ -45,7 +45,6 @@ def _flash_attn_3() -> SimpleNamespace:
 STAND_INS = {
     "flash_attn_2": (baselines.FlashAttention2(flash_attn_compat), PAGE_SIZE),
     "flash_attn_3": (baselines.FlashAttention3(_flash_attn_3()), 24),
-    "gather_sdpa": (baselines.GatherSdpa(), 24),
 }
 
 
@@ -109,17 +108,6 @@ def test_flex_attention_on_pages(query_len):
 def test_flex_attention_takes_equal_numbers_of_queries():
     with pytest.raises(NotImplementedError, match="equally many queries"):
         BASELINES["flex_attention"].prefill(**_call("prefill", 128).inputs)
-
-
-@pytest.mark.parametrize("block_size", [1, 16, 24, 256, 300])
-def test_a_gather_repeats_the_cache_token_for_token(block_size):
-    call = _call("decode", block_size).inputs
-    cache = call["k_cache"], call["v_cache"], call["block_tables"]
-    padded_k, _, exists = baselines.gather_padded(*cache, call["context_lens"])
-    for row, length in enumerate(CONTEXT_LENS):
-        expected = reference.gather_tokens(cache[0], cache[2][row], 0, length)
-        assert torch.equal(padded_k[row, :length], expected)
-        assert exists[row].sum() == length
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
