@@ -12,10 +12,7 @@ from models.attention import make_backend
 from models.decoder import build_model
 
 
-@pytest.mark.parametrize(
-    ("name", "millions"),
-    [("tiny", 0.119), ("llama-100m", 100), ("qwen3-0.6b", 596), ("llama-8b", 8030)],
-)
+@pytest.mark.parametrize(("name", "millions"), [("tiny", 0.119), ("llama-100m", 100)])
 def test_a_model_has_the_parameters_that_its_name_promises(name, millions):
     model = build_model(
         model_config(name),
