@@ -136,6 +136,13 @@ class Run:
         return sum(getattr(step, name) for step in steps) / len(steps)
 
 
+class _Tokens(list):
+    """Tokens that need no waiting for."""
+
+    def read(self) -> list[int]:
+        return self
+
+
 class NoModel:
     """Runner and sampler of an engine without a model.
 
@@ -150,8 +157,8 @@ class NoModel:
     def run(self, step: Step, manager: CacheManager) -> None:
         """Does nothing."""
 
-    def draw(self, logits: None, rows: list[int], sequences: list[ScheduledSequence]) -> list[int]:
-        return [_LAST_TOKEN_ID - seq.request.request_id for seq in sequences]
+    def draw(self, logits: None, rows: list[int], sequences: list[ScheduledSequence]) -> _Tokens:
+        return _Tokens(_LAST_TOKEN_ID - seq.request.request_id for seq in sequences)
 
     def likeliest(
         self, logits: None, row: int, seq: ScheduledSequence, count: int
