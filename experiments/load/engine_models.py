@@ -29,8 +29,6 @@ _SHAPES = {
     "llama-100m": (32_000, 768, 2_048, 12, 12, 4, 64),
 }
 
-MODEL_NAMES: tuple[str, ...] = tuple(_SHAPES)
-"""Names of the shapes, by rising size."""
 SMOLLM2 = "smollm2-135m"
 """Name of the checkpoint."""
 
@@ -81,5 +79,5 @@ def prose_tokens(llm: LLM) -> list[int]:
     return list(prose().encode()) if llm.tokenizer is None else llm.encode(prose())
 
 
-Model = Annotated[str, one_of(MODEL_NAMES)]
+Model = Annotated[str, one_of(_SHAPES)]
 Manager = Annotated[str, one_of(cache.MANAGERS)]
