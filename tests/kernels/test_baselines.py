@@ -104,10 +104,3 @@ def test_packages_for_gpus_say_so_on_a_cpu(name):
 def test_reasons_name_what_is_needed(name, block_size, options, reason):
     call = _call("decode", block_size, **options).inputs
     assert reason in BASELINES[name].unavailable(call["q"], call["k_cache"])
-
-
-def test_an_absent_package_is_a_reason_not_an_error():
-    class Absent(baselines.FlashAttention2):
-        package = "no_such_package"
-
-    assert "no_such_package cannot be imported" in Absent()._module
