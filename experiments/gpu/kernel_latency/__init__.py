@@ -36,7 +36,7 @@ from experiments.kernel_counters.other_kernels import OTHERS
 
 PARTS = ("decode", "prefill", "norm", "gate", "store", "copy", "swap_out", "swap_in")
 PARTS += ("cascade",)
-PAGED = (OURS, "flash_attn_2", "flash_attn_3")
+PAGED = (OURS, "flash_attn_2", "flash_attn_3", "flex_attention")
 """Attention on the blocks as they are."""
 GATHER = ("gather_sdpa", "gather_cudnn")
 """Attention behind a copy, for block sizes that flash-attn 2 refuses."""

@@ -17,6 +17,7 @@ _LOOKS = {
     "flash_attn_3": style.line(style.ORANGE, "^"),
     "gather_sdpa": style.line(style.SKY, "P", "dotted", fill=False),
     "gather_cudnn": style.line(style.GREY, "X", "dotted", fill=False),
+    "flex_attention": style.line(style.GREEN, "D"),
     "sglang": style.line(style.PINK, "v"),
     "vllm": style.line(style.GREY, "<"),
     "torch": style.line(style.ORANGE, "^"),

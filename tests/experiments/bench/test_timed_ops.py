@@ -22,6 +22,10 @@ SHAPES = {
         op="decode", batch=2, context_len=20, block_size=7, dtype="float16", **_HEADS
     ),
     "prefill": Shape(op="prefill", batch=2, context_len=45, query_len=19, block_size=24, **_HEADS),
+    "decode-pages": Shape(op="decode", batch=2, context_len=200, block_size=128, **_HEADS),
+    "prefill-pages": Shape(
+        op="prefill", batch=2, context_len=300, query_len=150, block_size=128, **_HEADS
+    ),
     "cascade": Shape(
         op="cascade", batch=3, context_len=48 + 21, prefix_len=48, block_size=16, **_HEADS
     ),
