@@ -23,18 +23,10 @@ class DecodeGraphs:
     Args:
         kv_cache: the model's cache, which the graphs read and write in place.
         max_blocks: most blocks of a sequence: the width of the block tables.
-        capture: turns a function that reads and writes fixed tensors into one that repeats its
-            work; a CUDA graph by default.
     """
 
     def __init__(
-        self,
-        model: CausalLM,
-        kv_cache: torch.Tensor,
-        *,
-        max_num_seqs: int,
-        max_blocks: int,
-        capture: Callable[[Callable[[], None]], Callable[[], None]] | None = None,
+        self, model: CausalLM, kv_cache: torch.Tensor, *, max_num_seqs: int, max_blocks: int
     ) -> None:
         device = kv_cache.device
         weight = model.model.embed_tokens.weight
@@ -56,8 +48,7 @@ class DecodeGraphs:
         self._max_context_len = max_blocks * kv_cache.shape[3]
         self._pool: tuple[int, int] | None = None
         # The largest first, so that the others fit into its memory pool.
-        capture = capture or self._capture_cuda_graph
-        self._replays = {size: capture(self._step(size)) for size in reversed(self.batch_sizes)}
+        self._replays = {size: self._capture(size) for size in reversed(self.batch_sizes)}
 
     def fits(self, metadata: AttentionMetadata) -> bool:
         """Whether the batch only decodes and is small enough."""
@@ -98,7 +89,8 @@ class DecodeGraphs:
         return step
 
     @torch.inference_mode()
-    def _capture_cuda_graph(self, step: Callable[[], None]) -> Callable[[], None]:
+    def _capture(self, size: int) -> Callable[[], None]:
+        step = self._step(size)
         for _ in range(_WARM_UPS):
             step()
         torch.cuda.synchronize()

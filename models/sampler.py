@@ -70,18 +70,13 @@ class Sampler:
 
     def draw(
         self, logits: torch.Tensor, rows: list[int], sequences: Sequence[ScheduledSequence]
-    ) -> list[int]:
+    ) -> Drawn:
         """A next token for each sequence, from its row of ``logits``, (num_rows, vocab_size).
 
-        The noise of a seeded request depends only on the seed, the index of the output and its
-        number of tokens.  -1 for a row with a NaN or an infinite largest logit.
+        Does not wait for the tokens.  The noise of a seeded request depends only on the seed, the
+        index of the output and its number of tokens.  -1 for a row with a NaN or an infinite
+        largest logit.
         """
-        return self.launch(logits, rows, sequences).read()
-
-    def launch(
-        self, logits: torch.Tensor, rows: list[int], sequences: Sequence[ScheduledSequence]
-    ) -> Drawn:
-        """Sample as ``draw`` does, without waiting for the tokens."""
         if rows != list(range(len(logits))):
             logits = logits[self._upload(np.array(rows))[0]]
         params = [seq.request.params for seq in sequences]

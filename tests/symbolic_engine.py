@@ -115,7 +115,7 @@ class SymbolicRunner:
 class SymbolicSampler:
     """Greedy, or by noise that depends on seed, output and position alone."""
 
-    def draw(self, logits, rows: list[int], sequences: list[ScheduledSequence]) -> list[int]:
+    def draw(self, logits, rows: list[int], sequences: list[ScheduledSequence]) -> SymbolicDrawn:
         tokens = []
         for row, seq in zip(rows, sequences, strict=True):
             params = seq.request.params
@@ -126,10 +126,7 @@ class SymbolicSampler:
                     score / params.temperature - math.log(noise.expovariate(1)) for score in scores
                 ]
             tokens.append(scores.index(max(scores)))
-        return tokens
-
-    def launch(self, logits, rows, sequences) -> SymbolicDrawn:
-        return SymbolicDrawn(self.draw(logits, rows, sequences))
+        return SymbolicDrawn(tokens)
 
     def likeliest(self, logits, row: int, seq, count: int) -> list[tuple[float, int]]:
         total = math.log(sum(map(math.exp, logits[row])))

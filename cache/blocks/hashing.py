@@ -25,7 +25,7 @@ from hashlib import sha256
 
 import xxhash
 
-from cache.blocks.sequence import ExtraKey, Sequence, pack_token_ids
+from cache.blocks.sequence import ExtraKey, Sequence
 
 HASH_ALGORITHMS: dict[str, Callable[[bytes], bytes]] = {
     "xxh3_128": xxhash.xxh3_128_digest,
@@ -66,18 +66,6 @@ class BlockHasher:
         self._root = bytes(self.digest_size)
         self._name = (algorithm, block_size)
         self._block_tokens = struct.Struct(f"{4 * block_size}s")
-
-    def hash_block(
-        self, parent: bytes | None, token_ids: Iterable[int], extra_keys: Iterable[ExtraKey] = ()
-    ) -> bytes:
-        """Digest of a full block after the block with digest ``parent`` (None: the first block)."""
-        packed = pack_token_ids(token_ids)
-        if len(packed) != self.block_size:
-            raise ValueError(
-                f"token_ids: a full block has {self.block_size} tokens, got {len(packed)}"
-            )
-        parent = self._root if parent is None else parent
-        return self._digest(parent + packed.tobytes() + encode_extra_keys(extra_keys))
 
     def block_hashes(self, seq: Sequence) -> list[bytes]:
         """Digests of all full blocks of ``seq`` without unknown tokens.

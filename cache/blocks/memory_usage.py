@@ -28,9 +28,3 @@ class MemoryUsage:
     def num_slots(self) -> int:
         """All slots of the cache."""
         return self.used + self.reserved + self.internal + self.external + self.free
-
-    @property
-    def wasted_fraction(self) -> float:
-        """Share of the taken slots that hold no token; 0 for an empty cache."""
-        taken = self.num_slots - self.free
-        return 1 - self.used / taken if taken else 0.0

@@ -33,7 +33,7 @@ class Runner(Protocol):
 
 
 class Drawn(Protocol):
-    """Tokens that are being sampled; ``Step.drawn`` passes them to the runner."""
+    """Tokens that are being sampled; with overlap ``Step.drawn`` passes them to the runner."""
 
     def read(self) -> Items[int]:
         """Wait for the tokens."""
@@ -42,14 +42,11 @@ class Drawn(Protocol):
 class Sampler(Protocol):
     """Samples tokens."""
 
-    def draw(self, logits: Any, rows: list[int], sequences: list[ScheduledSequence]) -> Items[int]:
+    def draw(self, logits: Any, rows: list[int], sequences: list[ScheduledSequence]) -> Drawn:
         """Sample the next token of each sequence by the parameters of its request.
 
         rows: the row of ``logits`` for each sequence.
         """
-
-    def launch(self, logits: Any, rows: list[int], sequences: list[ScheduledSequence]) -> Drawn:
-        """``draw`` without waiting for the tokens; only an engine with overlap calls it."""
 
     def likeliest(
         self, logits: Any, row: int, seq: ScheduledSequence, count: int
@@ -66,8 +63,7 @@ class Sampler(Protocol):
 class _Unread(NamedTuple):
     """Sampled tokens that are not read yet."""
 
-    tokens: Any
-    """A ``Drawn``; without overlap the tokens."""
+    tokens: Drawn
     logits: Any
     rows: list[int]
     sequences: list[ScheduledSequence]
@@ -275,8 +271,7 @@ class Engine:
 
         drawn = None
         if drawing:
-            draw = self.sampler.launch if self.overlap else self.sampler.draw
-            drawn = _Unread(draw(logits, rows, drawing), logits, rows, drawing)
+            drawn = _Unread(self.sampler.draw(logits, rows, drawing), logits, rows, drawing)
         self._read(outputs, finished)  # the last step's, while the device computes this one
         if self.overlap and not any(seq.request.params.reads_tokens for seq in drawing):
             self._unread = drawn and drawn._replace(logits=None)  # they are large
@@ -295,7 +290,7 @@ class Engine:
         if self._unread is None:
             return
         drawn, self._unread = self._unread, None
-        tokens = drawn.tokens.read() if self.overlap else drawn.tokens
+        tokens = drawn.tokens.read()
         now = self.clock()
         for row, seq, token in zip(drawn.rows, drawn.sequences, tokens, strict=True):
             if seq.finish_reason:  # finished before this token could be known

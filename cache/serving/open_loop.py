@@ -113,23 +113,16 @@ class Run:
     """A finished run."""
 
     requests: list[RequestStats] = field(default_factory=list)
-    """In order of arrival, without those that had not arrived when the run was stopped.  Times are
-    from the start of the run.  Unfinished requests were cancelled at the end of the run."""
+    """In order of arrival.  Times are from the start of the run."""
     steps: list[StepRecord] = field(default_factory=list)
     seconds: float = 0.0
     generated_tokens: int = 0
 
     @property
-    def saturated(self) -> bool:
-        """Whether requests were unfinished when the run was stopped: the load was too high."""
-        return not all(request.finished for request in self.requests)
-
-    @property
     def cached_prompt_fraction(self) -> float:
-        """Share of the prompt tokens of the scheduled requests that were cached; 0 without any."""
-        scheduled = [r for r in self.requests if r.first_scheduled_time is not None]
-        total = sum(request.num_prompt_tokens for request in scheduled)
-        return sum(request.num_cached_tokens for request in scheduled) / total if total else 0.0
+        """Share of the prompt tokens that were cached; 0 without any."""
+        total = sum(request.num_prompt_tokens for request in self.requests)
+        return sum(request.num_cached_tokens for request in self.requests) / total if total else 0.0
 
     @property
     def busy_seconds(self) -> float:
@@ -141,6 +134,13 @@ class Run:
         last = self.requests[-1].arrival_time
         steps = [step for step in self.steps if step.at_s <= last] or self.steps
         return sum(getattr(step, name) for step in steps) / len(steps)
+
+
+class _Tokens(list):
+    """Tokens that need no waiting for."""
+
+    def read(self) -> list[int]:
+        return self
 
 
 class NoModel:
@@ -157,8 +157,8 @@ class NoModel:
     def run(self, step: Step, manager: CacheManager) -> None:
         """Does nothing."""
 
-    def draw(self, logits: None, rows: list[int], sequences: list[ScheduledSequence]) -> list[int]:
-        return [_LAST_TOKEN_ID - seq.request.request_id for seq in sequences]
+    def draw(self, logits: None, rows: list[int], sequences: list[ScheduledSequence]) -> _Tokens:
+        return _Tokens(_LAST_TOKEN_ID - seq.request.request_id for seq in sequences)
 
     def likeliest(
         self, logits: None, row: int, seq: ScheduledSequence, count: int
@@ -208,7 +208,6 @@ def serve(
     *,
     previous: Sequence[int | None] | None = None,
     calls_tool: Sequence[float] | None = None,
-    stop_s: float | None = None,
     service: Clock | None = None,
     sampling: Mapping[str, Any] = MappingProxyType({}),
 ) -> Run:
@@ -218,7 +217,6 @@ def serve(
     arrivals_s: in seconds from now, or from the end of the previous request if there is one.
     previous: for each request the earlier one that is finished before it arrives, or None.
     calls_tool: whether each output ends in the call of a tool, for the policy.
-    stop_s: cancel unfinished requests at this time.
     service: gives the duration of each step.  None: real time.
     sampling: further ``SamplingParams`` of every request, as ``{"n": 4}``.
 
@@ -231,7 +229,7 @@ def serve(
     try:
         arrivals = _Arrivals(arrivals_s, previous or [None] * len(prompts))
         tools = calls_tool or [math.nan] * len(prompts)
-        return _serve(engine, watch, prompts, output_lengths, arrivals, tools, stop_s, sampling)
+        return _serve(engine, watch, prompts, output_lengths, arrivals, tools, sampling)
     finally:
         engine.clock = engine.manager.clock = clock
         engine.runner.run = compute
@@ -302,13 +300,12 @@ def _serve(
     output_lengths: Sequence[int],
     arrivals: _Arrivals,
     calls_tool: Sequence[float],
-    stop_s: float | None,
     sampling: Mapping[str, Any],
 ) -> Run:
     clock, run = watch.clock, Run()
     arrived, numbers = run.requests, {}
     begin = clock()
-    while stop_s is None or clock() - begin < stop_s:
+    while engine.has_unfinished or arrivals:
         now = clock() - begin
         while arrivals and arrivals.first_s <= now:
             due, number = arrivals.pop()
@@ -322,10 +319,7 @@ def _serve(
             arrived.append(request.stats)
             arrived[-1].arrival_time = begin + due
         if not engine.has_unfinished:
-            if not arrivals:
-                break
-            wake = arrivals.first_s
-            watch.sleep(max(0.0, min(wake, stop_s or wake) - (clock() - begin)))
+            watch.sleep(max(0.0, arrivals.first_s - (clock() - begin)))
             continue
         step_begin = clock()
         tokens, finished = engine.step()
@@ -335,13 +329,8 @@ def _serve(
         run.generated_tokens += len(tokens)
         state = watch.running, watch.waiting, watch.used_blocks
         run.steps.append(StepRecord(now - begin, now - step_begin, *state))
-    end = clock()
-    run.seconds = end - begin
-    for request_id in engine.requests.copy():
-        engine.completions(engine.abort(request_id))
+    run.seconds = clock() - begin
     for stats in arrived:
-        if stats.was_aborted:
-            stats.finish_time = end
         for name in ("arrival_time", "first_scheduled_time", "first_token_time", "finish_time"):
             if (value := getattr(stats, name)) is not None:
                 setattr(stats, name, value - begin)

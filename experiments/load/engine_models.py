@@ -23,29 +23,14 @@ _FIELDS = (
     "num_q_heads",
     "num_kv_heads",
     "head_dim",
-    "max_position_embeddings",
-    "tie_word_embeddings",
-    "architecture",
 )
-_LLAMA, _QWEN = "LlamaForCausalLM", "Qwen3ForCausalLM"
 _SHAPES = {
-    "tiny": (512, 64, 160, 2, 4, 2, 16, 16_384, True, _LLAMA),  # 119 thousand parameters
-    "llama-100m": (32_000, 768, 2_048, 12, 12, 4, 64, 16_384, True, _LLAMA),
-    "qwen3-0.6b": (151_936, 1_024, 3_072, 28, 16, 8, 128, 40_960, True, _QWEN),
-    "llama-8b": (128_256, 4_096, 14_336, 32, 32, 8, 128, 131_072, False, _LLAMA),  # Llama 3.1
+    "tiny": (512, 64, 160, 2, 4, 2, 16),  # 119 thousand parameters
+    "llama-100m": (32_000, 768, 2_048, 12, 12, 4, 64),
 }
 
-MODEL_NAMES: tuple[str, ...] = tuple(_SHAPES)
-"""Names of the shapes, by rising size."""
 SMOLLM2 = "smollm2-135m"
 """Name of the checkpoint."""
-
-
-def default_model() -> str:
-    """The model that experiments run on this machine: qwen3-0.6b on a GPU, llama-100m on a CPU."""
-    import torch
-
-    return "qwen3-0.6b" if torch.cuda.is_available() else "llama-100m"
 
 
 def model_config(name: str) -> ModelConfig:
@@ -54,7 +39,9 @@ def model_config(name: str) -> ModelConfig:
 
     from models import ModelConfig
 
-    return ModelConfig(dtype=torch.bfloat16, **dict(zip(_FIELDS, _SHAPES[name], strict=True)))
+    shape = dict(zip(_FIELDS, _SHAPES[name], strict=True))
+    shape |= {"max_position_embeddings": 16_384, "tie_word_embeddings": True}
+    return ModelConfig(dtype=torch.bfloat16, **shape)
 
 
 def make_llm(name: str, *, threads: int | None = None, **options: Any) -> LLM:
@@ -92,5 +79,5 @@ def prose_tokens(llm: LLM) -> list[int]:
     return list(prose().encode()) if llm.tokenizer is None else llm.encode(prose())
 
 
-Model = Annotated[str, one_of(MODEL_NAMES)]
+Model = Annotated[str, one_of(_SHAPES)]
 Manager = Annotated[str, one_of(cache.MANAGERS)]

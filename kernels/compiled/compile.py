@@ -22,7 +22,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +35,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from kernels.compiled.architectures import Architecture
-from kernels.compiled.shipped import ShippedCall, shipped_calls
+from kernels.compiled.shipped import ShippedCall
 from kernels.primitives import INTERPRETED
 from kernels.tiles import force_target
 
@@ -329,21 +329,3 @@ def resources_of_call(call: ShippedCall, arch: Architecture) -> list[KernelResou
         read_resources(call.op, call.config, arch, *kernel)
         for kernel in compile_call(call.run, arch)
     ]
-
-
-def compile_shipped(
-    arch: Architecture, ops: Sequence[str] | None = None, match: str = ""
-) -> Iterator[KernelResources]:
-    """Compile the shipped configurations for one architecture.
-
-    ops: names of ops, all if None. match: regular expression to be found in a configuration's name.
-    A kernel that several configurations share word for word is reported once.
-    """
-    seen = set()
-    for call in shipped_calls(ops):
-        if not re.search(match, call.config):
-            continue
-        for jit_function, source, compiled in compile_call(call.run, arch):
-            if compiled.hash not in seen:
-                seen.add(compiled.hash)
-                yield read_resources(call.op, call.config, arch, jit_function, source, compiled)

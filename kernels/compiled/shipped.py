@@ -1,10 +1,9 @@
 """The configurations the kernels are shipped in, as calls of the public ops on meta tensors.
 
 A configuration is a call that a tile table entry exists for; `kernels.compiled.compile` compiles
-what these calls would launch. Inputs are the cases of `kernels.testing.cases` at real sizes, so
-bytes and operations of a call are known as well. Block size 16 is the smallest that 16-byte
-accesses are promised for. Configurations named fp8 have an fp8 cache, scales per head, and bf16
-queries, keys and values.
+what these calls would launch. Inputs are the cases of `kernels.testing.cases` at real sizes. Block
+size 16 is the smallest that 16-byte accesses are promised for. Configurations named fp8 have an fp8
+cache, scales per head, and bf16 queries, keys and values.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from kernels.fp8_cache import FP8_DTYPE
-from kernels.testing.cases import ATTENTION_FEATURES, Case, make_case
+from kernels.testing.cases import ATTENTION_FEATURES, make_case
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", FP8_DTYPE: "fp8"}
@@ -36,13 +35,6 @@ _SIZES = {
     "padded": False,
     "device": "meta",
 }
-_PROBLEMS = {
-    "paged_decode_attention": "64 sequences of 4096 tokens",
-    "shared_prefix_decode_attention": "4 groups of 64 sequences, prefix 32768, suffix 256 tokens",
-    "copy_blocks": "64 blocks, K and V of 32 layers",
-    "swap_blocks": "64 blocks, K and V of 32 layers",
-    "sample_tokens": "64 rows of 128256 logits",
-}
 _LENS = {
     "paged_decode_attention": {"context_lens": (4096,) * 64},
     "shared_prefix_decode_attention": {
@@ -58,16 +50,10 @@ class ShippedCall:
     op: str
     config: str
     sizes: dict[str, Any]
-    problem: str = "8192 tokens"
-    """The sizes in words."""
-
-    def case(self) -> Case:
-        """The call and what it costs."""
-        return make_case(self.op, **_SIZES | self.sizes)
 
     def run(self) -> None:
         """Call the op."""
-        self.case().call()
+        make_case(self.op, **_SIZES | self.sizes).call()
 
 
 def _dtypes(dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -82,12 +68,7 @@ def _each(
 ) -> list[ShippedCall]:
     """Calls for every dtype and variant, sizes by name."""
     return [
-        ShippedCall(
-            op,
-            f"{_NAMES[dtype]} {name}",
-            sizes | _dtypes(dtype),
-            _PROBLEMS.get(op, "8192 tokens"),
-        )
+        ShippedCall(op, f"{_NAMES[dtype]} {name}", sizes | _dtypes(dtype))
         for dtype in dtypes
         for name, sizes in variants.items()
     ]
@@ -127,18 +108,13 @@ def _attention(
     if features:
         options |= {"window_size": 1024, "softcap": 50.0}
     config = f"{_NAMES[dtype]} d{head_dim} g{group_size}"
-    lens, problem = _LENS.get(op), _PROBLEMS.get(op)
+    lens = _LENS.get(op)
     if op == "paged_prefill_attention":
         config += f" b{block_size}" + " batch" * (batch > 1)
         prompts = (128,) * (batch - 1) + (4096 if batch > 1 else 8192,)
-        lens, problem = {"context_lens": prompts, "query_lens": prompts}, "a prompt of 8192 tokens"
-        if batch > 1:
-            problem = f"{batch - 1} prompts of 128 tokens, one of 4096"
+        lens = {"context_lens": prompts, "query_lens": prompts}
         if num_splits > 1:
-            lens, problem = (
-                {"context_lens": (32768,), "query_lens": (16,)},
-                "16 tokens, 32752 cached",
-            )
+            lens = {"context_lens": (32768,), "query_lens": (16,)}
     elif block_size != 16:
         config += f" b{block_size}"
     sizes = {
@@ -150,7 +126,7 @@ def _attention(
         "options": options,
     }
     config += " split" * (num_splits > 1) + " features" * features
-    return ShippedCall(op, config, sizes | lens | _dtypes(dtype), problem)
+    return ShippedCall(op, config, sizes | lens | _dtypes(dtype))
 
 
 _EVERY_DIM = tuple({"head_dim": head_dim} for head_dim in HEAD_DIMS)

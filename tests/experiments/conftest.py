@@ -31,18 +31,17 @@ TINY = Path(__file__).with_name("tiny_experiment.py")
 
 
 class CommandLine:
-    """``python -m experiments`` and the same with the tiny experiment, run in ``folder``."""
+    """The command line with the tiny experiment, run in ``folder``."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
 
-    def start(self, *arguments: object, tiny: dict | None = None) -> subprocess.Popen:
-        program = ["-m", "experiments"] if tiny is None else [TINY]
+    def start(self, *arguments: object, tiny: dict) -> subprocess.Popen:
         return subprocess.Popen(
-            [sys.executable, *program, *map(str, arguments)],
+            [sys.executable, TINY, *map(str, arguments)],
             cwd=self.folder,
-            env={**self.environment, "TINY_BEHAVIOUR": json.dumps(tiny or {})},
+            env={**self.environment, "TINY_BEHAVIOUR": json.dumps(tiny)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -50,11 +49,11 @@ class CommandLine:
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
-    def __call__(self, *arguments: object, tiny: dict | None = None) -> subprocess.CompletedProcess:
+    def __call__(self, *arguments: object, tiny: dict) -> str:
         process = self.start(*arguments, tiny=tiny)
         stdout, stderr = process.communicate(timeout=900)
         assert process.returncode == 0, stdout + stderr
-        return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+        return stdout
 
 
 @pytest.fixture

@@ -136,7 +136,7 @@ def test_run_plot_and_resume(tiny_line, folder):
 
 def test_names_that_are_not_ascii_under_an_ascii_locale(command_line, tmp_path):
     command_line.environment |= {"LC_ALL": "C", "PYTHONUTF8": "0"}
-    output = command_line("run", "tiny", "--cells", 1, "--out", "é", tiny={}).stdout
+    output = command_line("run", "tiny", "--cells", 1, "--out", "é", tiny={})
     assert "tiny: 1 cells, 1 run" in output
     environment = json.loads((tmp_path / "é" / "tiny" / "cpu" / "environment.json").read_bytes())
     assert environment["command"] == "tiny_experiment.py run tiny --cells 1 --out é"

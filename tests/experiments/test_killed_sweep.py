@@ -52,7 +52,7 @@ def test_a_killed_sweep_continues_where_it_stopped(command_line, journal, tmp_pa
 
     begun = journal()
     times = {name: (folder / ".cells" / name).stat().st_mtime_ns for name in finished}
-    output = command_line(*run, tiny=behaviour).stdout
+    output = command_line(*run, tiny=behaviour)
     assert f"{8 - len(finished)} run, {len(finished)} finished earlier" in output
     assert {n: (folder / ".cells" / n).stat().st_mtime_ns for n in finished} == times
     assert set(journal()) == set(range(8))

@@ -26,12 +26,16 @@ MAX_LOCAL_BYTES = 32
 # Seconds. Less than pytest's limit, so that a process that hangs is shown with its output.
 SUBPROCESS_LIMIT = 1200
 COMPILE_SHIPPED = """
-import dataclasses, json
+import dataclasses, json, re
 from kernels.compiled.architectures import ARCHITECTURES
-from kernels.compiled.compile import compile_shipped
+from kernels.compiled.compile import resources_of_call
+from kernels.compiled.shipped import shipped_calls
 
-for row in compile_shipped({}):
-    print(json.dumps(dataclasses.asdict(row)))
+arch, ops, match = {}
+for call in shipped_calls(ops):
+    if re.search(match, call.config):
+        for row in resources_of_call(call, ARCHITECTURES[arch]):
+            print(json.dumps(dataclasses.asdict(row)))
 """
 
 
@@ -140,7 +144,7 @@ def compiling_process():
 
 @pytest.fixture(scope="session")
 def shipped_resources(tmp_path_factory, compiling_process):
-    """Rows of `compile_shipped`: shipped_resources(arch, ops, match), all ops if there are none.
+    """Rows of shipped kernels: shipped_resources(arch, ops, match), all ops if there are none.
 
     None spills in a loop, or more than MAX_LOCAL_BYTES.
     A selection is compiled once for all pytest-xdist workers; across runs Triton's cache serves.
@@ -150,7 +154,7 @@ def shipped_resources(tmp_path_factory, compiling_process):
 
     def resources(arch: str, ops: tuple[str, ...], match: str) -> list[dict]:
         path = shared / f"resources-{'-'.join((arch, *ops, match))}.jsonl"
-        selection = f"ARCHITECTURES[{arch!r}], {ops or None}, {match!r}"
+        selection = arch, ops or None, match
         with FileLock(f"{path}.lock"):
             if not path.exists():
                 path.write_text(compiling_process(COMPILE_SHIPPED.format(selection)))

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_mask
 
-from kernels import flash_attn_compat, reference
+from kernels import flash_attn_compat
 from kernels.testing import baselines
 from kernels.testing.baselines import BASELINES, PAGE_SIZE
 from kernels.testing.cases import make_case
@@ -45,7 +45,6 @@ def _flash_attn_3() -> SimpleNamespace:
 STAND_INS = {
     "flash_attn_2": (baselines.FlashAttention2(flash_attn_compat), PAGE_SIZE),
     "flash_attn_3": (baselines.FlashAttention3(_flash_attn_3()), 24),
-    "gather_sdpa": (baselines.GatherSdpa(), 24),
 }
 
 
@@ -111,17 +110,6 @@ def test_flex_attention_takes_equal_numbers_of_queries():
         BASELINES["flex_attention"].prefill(**_call("prefill", 128).inputs)
 
 
-@pytest.mark.parametrize("block_size", [1, 16, 24, 256, 300])
-def test_a_gather_repeats_the_cache_token_for_token(block_size):
-    call = _call("decode", block_size).inputs
-    cache = call["k_cache"], call["v_cache"], call["block_tables"]
-    padded_k, _, exists = baselines.gather_padded(*cache, call["context_lens"])
-    for row, length in enumerate(CONTEXT_LENS):
-        expected = reference.gather_tokens(cache[0], cache[2][row], 0, length)
-        assert torch.equal(padded_k[row, :length], expected)
-        assert exists[row].sum() == length
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
 @pytest.mark.parametrize("name", sorted(set(BASELINES) - {"gather_sdpa", "flex_attention"}))
 def test_packages_for_gpus_say_so_on_a_cpu(name):
@@ -143,10 +131,3 @@ def test_packages_for_gpus_say_so_on_a_cpu(name):
 def test_reasons_name_what_is_needed(name, block_size, options, reason):
     call = _call("decode", block_size, **options).inputs
     assert reason in BASELINES[name].unavailable(call["q"], call["k_cache"])
-
-
-def test_an_absent_package_is_a_reason_not_an_error():
-    class Absent(baselines.FlashAttention2):
-        package = "no_such_package"
-
-    assert "no_such_package cannot be imported" in Absent()._module

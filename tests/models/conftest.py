@@ -9,6 +9,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from kernels import reference
 from kernels.testing.hugging_face import import_transformers
 from models import LLM
 from models.attention import AttentionMetadata, make_backend
@@ -109,26 +110,25 @@ class PagedBatch:
 
     def step(self, counts: list[int]) -> torch.Tensor:
         """Compute the next counts[i] tokens of sequence i; the logits of all of them, in order."""
-        ids, positions, slots, rows = [], [], [], []
+        ids, positions, rows = [], [], []
         for i, count in enumerate(counts):
             if count:
                 here = torch.arange(self.computed[i], self.computed[i] + count)
-                blocks = self.block_tables[i, here // self.block_size].long()
-                slots.append(blocks * self.block_size + here % self.block_size)
                 ids.append(self.token_ids[i][here])
                 positions.append(here)
                 rows.append(i)
                 self.computed[i] += count
-        lens = torch.tensor([counts[i] for i in rows])
+        lens, positions = torch.tensor([counts[i] for i in rows]), torch.cat(positions)
+        where = self.block_tables, torch.tensor(rows).repeat_interleave(lens), self.block_size
         metadata = AttentionMetadata(
-            slot_mapping=torch.cat(slots),
+            slot_mapping=reference.slot_mapping_from_positions(positions, *where),
             block_tables=self.block_tables[rows],
             cu_seqlens_q=torch.nn.functional.pad(lens.cumsum(0), (1, 0)).int(),
             context_lens=torch.tensor([self.computed[i] for i in rows], dtype=torch.int32),
             max_seqlen_q=int(lens.max()),
             max_context_len=max(self.computed[i] for i in rows),
         )
-        hidden = self.model(torch.cat(ids), torch.cat(positions), self.kv_cache, metadata)
+        hidden = self.model(torch.cat(ids), positions, self.kv_cache, metadata)
         return self.model.logits(hidden)
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kernels import flash_attn_compat, reference
 from kernels.testing.accuracy import accuracy, bits
+from kernels.testing.inputs import hidden_tokens, random_paged_batch
 from models.attention import (
     AttentionMetadata,
     FlashAttnBackend,
@@ -56,40 +57,29 @@ class Case:
         window_size: int | None = None,
     ) -> None:
         self.window_size = window_size
-        generator = torch.Generator().manual_seed(sum(context_lens) * 31 + block_size)
-
-        def randn(*shape):
-            return torch.randn(*shape, generator=generator)
-
-        needed = [-(-n // block_size) for n in context_lens]
-        width = max(needed) + 2
-        num_blocks = sum(needed) + 3
-        order = torch.randperm(num_blocks, generator=generator).int()
-        tables = torch.full((len(needed), width), -1, dtype=torch.int32)
-        self.k_cache = torch.full((num_blocks, block_size, NUM_KV_HEADS, HEAD_DIM), torch.nan)
-        self.v_cache = self.k_cache.clone()
-        slots, all_positions, first = [], [], 0
-        for i, (context_len, query_len) in enumerate(zip(context_lens, query_lens, strict=True)):
-            tables[i, : needed[i]] = order[first : first + needed[i]]
-            first += needed[i]
-            positions = torch.arange(context_len)
-            blocks, offsets = tables[i, positions // block_size].long(), positions % block_size
-            cached = context_len - query_len
-            hidden = 0 if window_size is None else max(0, cached - window_size + 1)
-            for cache in (self.k_cache, self.v_cache):
-                content = randn(cached - hidden, NUM_KV_HEADS, HEAD_DIM)
-                cache[blocks[hidden:cached], offsets[hidden:cached]] = content
-            slots.append((blocks * block_size + offsets)[cached:])
-            tables[i, : hidden // block_size] = -1
-            all_positions.append(positions[cached:])
-        num_tokens = sum(query_lens)
-        qkv = randn(num_tokens, NUM_Q_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM)  # views of a fused QKV
-        self.query, self.key, self.value = qkv.split([NUM_Q_HEADS, NUM_KV_HEADS, NUM_KV_HEADS], 1)
-        angles = randn(max(context_lens), HEAD_DIM // 2)
-        self.rotation = Rotation(torch.cat(all_positions), angles.cos(), angles.sin())
-        starts = torch.tensor([0, *query_lens]).cumsum(0).int()
-        lens, longest = torch.tensor(context_lens).int(), (max(query_lens), max(context_lens))
-        self.metadata = AttentionMetadata(torch.cat(slots), tables, starts, lens, *longest)
+        batch = random_paged_batch(
+            context_lens, query_lens=query_lens, block_size=block_size,
+            num_q_heads=NUM_Q_HEADS + 2 * NUM_KV_HEADS, num_kv_heads=NUM_KV_HEADS,
+            head_dim=HEAD_DIM, dtype=torch.float32, device=CPU,
+            hidden_tokens=hidden_tokens(context_lens, query_lens, window_size),
+        )  # fmt: skip
+        sizes = [NUM_Q_HEADS, NUM_KV_HEADS, NUM_KV_HEADS]
+        self.query, self.key, self.value = batch.q.split(sizes, 1)  # views of a fused QKV
+        self.k_cache, self.v_cache, tables = batch.k_cache, batch.v_cache, batch.block_tables
+        tables[(tables < 0) | (tables >= len(self.k_cache))] = -1
+        counts = list(zip(context_lens, query_lens, strict=True))
+        positions = torch.cat([torch.arange(n - new, n) for n, new in counts])
+        rows = torch.arange(len(counts)).repeat_interleave(torch.tensor(query_lens))
+        slots = reference.slot_mapping_from_positions(positions, tables, rows, block_size)
+        for cache in (self.k_cache, self.v_cache):
+            cache.flatten(0, 1)[slots] = torch.nan  # the batch stores these itself
+            cache[cache.isinf()] = torch.nan
+        angles = torch.randn(max(context_lens), HEAD_DIM // 2, generator=torch.Generator())
+        self.rotation = Rotation(positions, angles.cos(), angles.sin())
+        longest = max(query_lens), max(context_lens)
+        self.metadata = AttentionMetadata(
+            slots, tables, batch.cu_seqlens_q, batch.context_lens, *longest
+        )
 
     def run(self, backend, *, scale: float = 0.3, softcap: float = 0.0, **options):
         scores = {"scale": scale, "window_size": self.window_size, "softcap": softcap}

@@ -68,9 +68,9 @@ def test_ropes_of_layers_are_read():
 
 def test_a_config_without_options_is_what_a_checkpoint_without_them_has():
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_hidden_layers": 1}
     llama = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 2048}
-    config = ModelConfig(**sizes, num_layers=1, num_q_heads=4, num_kv_heads=2, head_dim=8)
+    config = ModelConfig(**sizes, num_layers=1, num_q_heads=4, num_kv_heads=4, head_dim=8)
     assert config == ModelConfig.from_dict(llama | sizes | heads)
 
 
@@ -78,13 +78,6 @@ def test_rope_scaling_wins_over_rope_parameters():
     """Transformers reads them in this order too."""
     both = LLAMA_31 | {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}
     assert ModelConfig.from_dict(both) == ModelConfig.from_dict(LLAMA_31)
-
-
-def test_fields_that_may_be_absent_have_the_defaults_of_the_architecture():
-    names = ("num_key_value_heads", "rms_norm_eps", "rope_theta", "rope_scaling", "torch_dtype")
-    config = ModelConfig.from_dict({k: v for k, v in LLAMA_31.items() if k not in names})
-    assert config.num_kv_heads == config.num_q_heads == 32
-    assert (config.rms_norm_eps, config.ropes, config.dtype) == (1e-6, (Rope(),), torch.float32)
 
 
 def test_tokens_that_end_a_text(tmp_path):

@@ -46,6 +46,24 @@ def test_graphs_give_the_tokens_of_the_cpu_with_one_wait_a_step(
     assert (swapped > 0) == (preemption == "swap")
 
 
+def test_padding_of_a_graph_is_not_stored(fake_gpu):
+    prompts = [*PROMPTS, [9] * 17, [60], [2, 4], [30, 31]]
+    options = {**OPTIONS, "max_num_seqs": 11, "max_num_batched_tokens": 40}
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    cpu = LLM(CONFIG, device="cpu", attention_backend="torch", **options)
+    expected = tokens_of(cpu.generate(prompts, params))
+    llm = LLM(CONFIG, num_blocks=40, max_model_len=32, **options)
+    runner = llm.engine.runner
+    assert runner._graphs.batch_sizes == [1, 2, 4, 8, 11]
+    for batch in (6, 5):  # both in the graph of eight
+        runner.kv_cache.fill_(torch.nan)
+        llm.reset_prefix_cache()
+        assert tokens_of(llm.generate(prompts[:batch], params)) == expected[:batch]
+    assert fake_gpu.replays == 6
+    written = ~runner.kv_cache[0, 0].cpu().isnan().any(-1).any(-1)
+    assert written.sum() == sum(len(prompt) + 3 for prompt in prompts[:5])
+
+
 def test_a_step_is_launched_before_the_tokens_of_the_last_are_waited_for(fake_gpu):
     llm = LLM(CONFIG, num_blocks=20, max_model_len=32, **OPTIONS)
     engine, waits = llm.engine, []

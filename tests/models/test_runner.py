@@ -8,15 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.serving.sampling_params import SamplingParams
 from cache.serving.scheduler import Step
 from kernels.testing.accuracy import bits
-from models.cuda_graphs import DecodeGraphs
 from models.memory import available_host_bytes
 from models.runner import independent, make_kv_cache
-from tests.models.tiny import tokens_of
-
-GREEDY = SamplingParams(temperature=0, max_tokens=4)
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=12))
@@ -63,40 +58,6 @@ def test_swapped_blocks_come_back_bit_by_bit(backend, make_llm):
     expected[:, :, 5] = torch.nan
     assert torch.equal(bits(runner.kv_cache), bits(expected))
     assert torch.equal(runner.host_cache[:, :, 1], before[:, :, 2])
-
-
-def test_a_padded_graph_decodes_as_the_model_does(make_llm):
-    """The graphs' fixed tensors and padding, with a capture that simply runs the step again."""
-    prompts = [[5, 6, 7], [1], [30, 31, 32, 33, 34], [9] * 17, [2, 4], [60]]
-    llm = make_llm(attention_backend="triton", block_size=4, max_num_seqs=11, num_blocks=40)
-    expected = tokens_of(llm.generate(prompts, GREEDY))
-    runner = llm.engine.runner
-    runner.kv_cache.fill_(torch.nan)
-    llm.manager.reset_prefix_cache()
-    captured, replayed = [], []
-
-    def capture(step):
-        captured.append(step)
-
-        def replay():
-            replayed.append(captured.index(step))
-            step()
-
-        return replay
-
-    runner._graphs = DecodeGraphs(
-        llm.model, runner.kv_cache, max_num_seqs=11, max_blocks=64, capture=capture
-    )
-    assert runner._graphs.batch_sizes == [1, 2, 4, 8, 11]
-    assert tokens_of(llm.generate(prompts, GREEDY)) == expected
-    assert replayed == [1] * 3  # six rows in the graph of eight, which was captured second
-    llm.generate(prompts[:1], GREEDY)
-    assert replayed[3:] == [4] * 3
-    runner.kv_cache.fill_(torch.nan)
-    llm.manager.reset_prefix_cache()
-    assert tokens_of(llm.generate(prompts[:5], GREEDY)) == expected[:5]
-    written = ~runner.kv_cache[0, 0].isnan().any(-1).any(-1)
-    assert written.sum() == sum(len(prompt) + 3 for prompt in prompts[:5]), "padding is not"
 
 
 def test_a_cache_on_a_cpu_takes_memory_as_it_is_used(load_model):

@@ -81,8 +81,8 @@ def test_outputs_of_a_seeded_request_are_independent():
     sequences = [
         SimpleNamespace(request=request, index=0, num_output_tokens=i) for i in range(count + 1)
     ]
-    drawn = Sampler(CPU).draw(logits.expand(count + 1, -1), [*range(count + 1)], sequences)
-    tokens = torch.tensor(drawn)
+    rows = [*range(count + 1)]
+    tokens = Sampler(CPU).draw(logits.expand(count + 1, -1), rows, sequences).tokens
     pairs = tokens[:-1] * 3 + tokens[1:]
     assert p_value(pairs, torch.outer(softmax(logits), softmax(logits)).flatten()) > 1e-3
 

@@ -6,21 +6,12 @@ import pytest
 import torch
 
 from experiments.harness import Unavailable
-from experiments.load.engine_models import (
-    MODEL_NAMES,
-    default_model,
-    make_llm,
-    model_config,
-)
-from models import SamplingParams
+from experiments.load.engine_models import make_llm, model_config
 from models.attention import make_backend
 from models.decoder import build_model
 
 
-@pytest.mark.parametrize(
-    ("name", "millions"),
-    [("tiny", 0.119), ("llama-100m", 100), ("qwen3-0.6b", 596), ("llama-8b", 8030)],
-)
+@pytest.mark.parametrize(("name", "millions"), [("tiny", 0.119), ("llama-100m", 100)])
 def test_a_model_has_the_parameters_that_its_name_promises(name, millions):
     model = build_model(
         model_config(name),
@@ -30,13 +21,6 @@ def test_a_model_has_the_parameters_that_its_name_promises(name, millions):
         max_positions=1,
     )
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=2e-3)
-
-
-def test_the_tiny_model_generates_and_the_default_one_is_known():
-    llm = make_llm("tiny", num_blocks=8, block_size=4, seed=3)
-    [output] = llm.generate([1, 2, 3], SamplingParams(max_tokens=5, temperature=0))
-    assert len(output.outputs[0].token_ids) == 5
-    assert default_model() in MODEL_NAMES
 
 
 def test_without_flash_attn_its_cells_are_absent(monkeypatch):
