@@ -264,7 +264,7 @@ EXPERIMENT = Experiment(
     figure="time to first token under each policy and pool: Llama 3.1 8B, H100 modelled",
     options=EvictionServing(),
     quick=EvictionServing(
-        policy=("lru", "lfu"), pool_gib=(48.0,), host_gib=(512.0,), num_requests=150
+        policy=("lru", "lfu"), pool_gib=(48.0,), host_gib=(512.0,), num_requests=100
     ),
     cells=cells,
     run_cell=run_cell,

@@ -59,9 +59,9 @@ class Fp8Quality(Options):
 
 
 def run_cell(cell: Fp8Quality) -> list[dict[str, Any]]:
+    llm = _load(cell.model, cell.window_tokens, cell.threads)
     import torch
 
-    llm = _load(cell.model, cell.window_tokens, cell.threads)
     judged, calibration = _windows(cell, engine_models.prose_tokens(llm))
     dtype, scale = CACHES[cell.cache]
     layers = [layer.self_attn for layer in llm.model.model.layers]

@@ -222,7 +222,7 @@ EXPERIMENT = Experiment(
     name="memory_waste",
     figure="PagedAttention fig. 2: KV memory used, reserved and fragmented, contiguous vs paged",
     options=MemoryWaste(),
-    quick=MemoryWaste(block_size=(1, 16, 64, 256), num_requests=300),
+    quick=MemoryWaste(block_size=(1, 16, 256), num_requests=150),
     cells=cells,
     run_cell=run_cell,
     plot=style.plotter({"memory_waste": _draw}),

@@ -135,7 +135,9 @@ EXPERIMENT = Experiment(
     name="queue_informed",
     figure="what the waiting line is worth to eviction, by load, modelled (vLLM RFC 48485)",
     options=QueueInformedEviction(),
-    quick=QueueInformedEviction(num_requests=300, load=(1.0, 4.0)),
+    quick=QueueInformedEviction(
+        policy=("lru", "lru, queue", "lru, all"), num_requests=300, load=(1.0, 4.0)
+    ),
     cells=cells,
     run_cell=run_cell,
     plot=style.plotter({"queue_informed": _draw}),

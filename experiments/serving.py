@@ -302,7 +302,7 @@ def noted(figure: style.Figure, label: str, notes: str = HONEST) -> str:
     return f"{label}\n{textwrap.fill(notes, int(13 * figure.get_figwidth()))}".strip()
 
 
-QUICK = {"host_ms": (10,), "draw": (0,), "traffic": 0.3, "bisections": 1}
+QUICK = {"host_ms": (10,), "draw": (0,), "traffic": 0.2, "bisections": 1}
 """Options of a search of a second."""
 
 EXPERIMENT = Experiment(

