@@ -6,6 +6,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
+# Where containers set it, each of some thirty processes would compile the sources of PyTorch anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: reproduce test model lint docs clean
 
 reproduce: $(INSTALLED)
