@@ -121,6 +121,10 @@ class EvictionPolicy(abc.ABC):
     def evict(self) -> int:
         """Remove and return the block to give up.  Raises IndexError if none is released."""
 
+    def remove(self, block: int) -> None:
+        """Evict ``block``, a released one that the caller chose.  ``Safeguarded`` needs it."""
+        raise NotImplementedError(f"policy {self.name!r} does not define remove(block)")
+
     @abc.abstractmethod
     def __len__(self) -> int:
         """Number of released blocks."""

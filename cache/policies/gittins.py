@@ -99,8 +99,15 @@ class Gittins(EvictionPolicy):
             raise IndexError("evict: no block is released")
         block = int(gittins_compiled.evict(self._blocks, self._states, self._now))
         self._released.remove(block)
-        self._ghosts.add(self._keys.pop(block), self._blocks[block : block + 1].copy())
+        self._give_up(block)
         return block
+
+    def remove(self, block: int) -> None:
+        self.pin(block)
+        self._give_up(block)
+
+    def _give_up(self, block: int) -> None:
+        self._ghosts.add(self._keys.pop(block), self._blocks[block : block + 1].copy())
 
     def __len__(self) -> int:
         return len(self._released)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from cache.policies.base import UNKNOWN_REQUEST, EvictionPolicy, Request
@@ -20,7 +20,7 @@ class Node:
     key: Hashable
     parent: Node | None
     depth: int
-    children: int = 0
+    children: dict[Node, None] = field(default_factory=dict)
     """Resident blocks that continue it."""
     released: bool = False
     memo: Any = None
@@ -58,7 +58,7 @@ class LeafPolicy(EvictionPolicy):
         if node.parent:
             if node.parent.released and not node.parent.children:
                 self._withdraw(node.parent)
-            node.parent.children += 1
+            node.parent.children[node] = None
 
     def pin(self, block: int) -> None:
         if block not in self._released:
@@ -91,16 +91,25 @@ class LeafPolicy(EvictionPolicy):
         if not self._released:
             raise IndexError("evict: no block is released")
         node = self._take() or self._nodes[next(iter(self._released))]
+        self._give_up(node)
+        return node.block
+
+    def remove(self, block: int) -> None:
+        node = self._nodes[block]
+        if not node.children:
+            self._withdraw(node)
+        self._give_up(node)
+
+    def _give_up(self, node: Node) -> None:
         node.released = False
         del self._released[node.block]
         del self._nodes[node.block]
         if self._with_key.get(node.key) is node:
             del self._with_key[node.key]
         if node.parent:
-            node.parent.children -= 1
+            del node.parent.children[node]
             if node.parent.released and not node.parent.children:
                 self._offer(node.parent)
-        return node.block
 
     def __len__(self) -> int:
         return len(self._released)

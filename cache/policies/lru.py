@@ -49,6 +49,9 @@ class LRU(PriorityPolicy):
         popitem = self._queue.popitem
         return [popitem(False)[0] for _ in range(count)]
 
+    def remove(self, block: int) -> None:
+        del self._queue[block]
+
     def __len__(self) -> int:
         return len(self._queue)
 

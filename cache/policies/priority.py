@@ -200,6 +200,14 @@ class PriorityPolicy(EvictionPolicy):
             self._clock, block = self._released.pop()
         except IndexError:
             raise IndexError("evict: no block is released") from None
+        self._give_up(block)
+        return block
+
+    def remove(self, block: int) -> None:
+        self._released.remove(block)
+        self._give_up(block)
+
+    def _give_up(self, block: int) -> None:
         record = self._records.pop(block)
         self._with_key.pop(record.key, None)
         if record.parent:
@@ -207,7 +215,6 @@ class PriorityPolicy(EvictionPolicy):
             record.parent = None
         if self.ghost_ratio:
             self._ghosts.add(record.key, record)
-        return block
 
     def __len__(self) -> int:
         return len(self._released)

@@ -76,9 +76,12 @@ class QueuePolicy(EvictionPolicy):
         if not len(self):
             raise IndexError("evict: no block is released")
         block = self._choose()
+        self.remove(block)
+        return block
+
+    def remove(self, block: int) -> None:
         self._remove(block)
         del self._keys[block]
-        return block
 
     def __len__(self) -> int:
         return len(self._keys) - len(self._pinned)

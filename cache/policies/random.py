@@ -68,5 +68,8 @@ class Random(EvictionPolicy):
             raise IndexError("evict: no block is released")
         return self._released.draw(self._generator)
 
+    def remove(self, block: int) -> None:
+        self._released.remove(block)
+
     def __len__(self) -> int:
         return len(self._released)

@@ -16,18 +16,18 @@ class Safeguarded(LeafPolicy):
 
     It follows an LRU cache of its size.  The *balance* is its hits less LRU's hits plus
     ``budget`` x references; what exceeds the capacity is lost.  *Missing* are the blocks that LRU
-    holds and the pool does not.  What ``policy`` gives up is set aside until it may go: no resident
-    block continues it, and either LRU does not hold it or missing + 1 <= balance.  Of those that
-    may go, what LRU does not hold goes first; without any ``policy`` is asked again.  So every
-    block before a present block is present too, missing never exceeds balance, and each missing
-    block can cost one hit.
+    holds and the pool does not.  What ``policy`` gives up, and what continues it, is set aside
+    until it may go: no resident block continues it, and either LRU does not hold it or missing + 1
+    <= balance.  Of those that may go, what LRU does not hold goes first; without any ``policy`` is
+    asked again.  So every block before a present block is present too, missing never exceeds
+    balance, and each missing block can cost one hit.
 
     Proven for serial replay of traces whose ids are unique to their prefix, from the first request
     on: docs/eviction-study.md.  In a manager requests overlap, LRU is followed at each release, and
     nothing is proven.
 
-    ``policy`` is a name (``options`` are its options) or an object.  Raises ValueError for a
-    negative or infinite ``budget``.
+    ``policy`` is a name (``options`` are its options) or an object that defines ``remove``.  Raises
+    ValueError for a negative or infinite ``budget`` or a policy that cannot remove blocks.
     """
 
     name = "safeguarded"
@@ -41,6 +41,8 @@ class Safeguarded(LeafPolicy):
         self.needs_future = self.policy.needs_future
         if not 0 <= budget < math.inf:
             raise ValueError(f"budget must be finite and not negative, got {budget}")
+        if type(self.policy).remove is EvictionPolicy.remove:
+            raise ValueError(f"policy {self.policy.name!r} does not define remove(block)")
 
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
         super().start(capacity, next_use)
@@ -57,9 +59,6 @@ class Safeguarded(LeafPolicy):
     def tell(self, request: Request) -> None:
         super().tell(request)
         self.policy.tell(request)
-
-    def expect(self, place: tuple[int, ...], keys: Sequence[Hashable]) -> None:
-        self.policy.expect(place, keys)
 
     def miss(self, key: Hashable) -> None:
         self.policy.miss(key)
@@ -125,18 +124,35 @@ class Safeguarded(LeafPolicy):
         while not (leaves := self._leaves_that_may_go(may_lose)) and len(self.policy):
             block = self.policy.evict()
             check_victims(self.policy, (block,), self._is_with_policy)
-            self._aside.add(block)
-            if not self._nodes[block].children:
-                self._offer(self._nodes[block])
+            self._set_aside(self._nodes[block])
         # Where requests overlap there may be no such leaf.
-        node = self._nodes[next(iter(leaves or self._released))]
-        self._aside.remove(node.block)
-        self._withdraw(node)
-        self._missing += node.key in self._lru
-        return node
+        return self._nodes[next(iter(leaves or self._released))]
+
+    def _set_aside(self, node: Node) -> None:
+        """``policy`` has given up ``node``: it goes, and before it whatever continues it."""
+        nodes = [node]
+        for node in nodes:  # which grow
+            self._aside.add(node.block)
+            if not node.children:
+                self._offer(node)
+            for child in node.children:
+                if child.released and child.block not in self._aside:
+                    self.policy.remove(child.block)
+                    nodes.append(child)
 
     def _leaves_that_may_go(self, may_lose: bool) -> dict[int, None]:
         return self._leaves_lru_lacks or (self._leaves_lru_holds if may_lose else {})
+
+    def remove(self, block: int) -> None:
+        if block not in self._aside:
+            self.policy.remove(block)
+        super().remove(block)
+
+    def _give_up(self, node: Node) -> None:
+        self._aside.discard(node.block)
+        self._withdraw(node)
+        self._missing += node.key in self._lru
+        super()._give_up(node)
 
     def _is_with_policy(self, block: int) -> bool:
         return block in self._released and block not in self._aside
