@@ -397,24 +397,6 @@ def test_from_requests_names_the_bad_request_and_takes_numpy_values():
         Trace.from_requests([(1, 2, 2, np.array([3.0]))], name="t")
 
 
-def test_digest_depends_on_every_part_but_the_name():
-    def digest(name="t", block_size=4, timestamp=1, lengths=(8, 2), ids=(0, 1), then=0):
-        requests = [(timestamp, *lengths, ids), (9, 4, 0, [then])]
-        return Trace.from_requests(requests, name=name, block_size=block_size).digest
-
-    assert digest() == digest(name="other") == digest(ids=(5, 6), then=5)
-    different = [
-        digest(),
-        digest(block_size=8),
-        digest(timestamp=2),
-        digest(lengths=(9, 2)),
-        digest(lengths=(8, 3)),
-        digest(then=1),
-        digest(ids=(0, 1, 2)),
-    ]
-    assert len(set(different)) == len(different)
-
-
 def test_digest_is_fixed_across_platforms_and_releases():
     # Resumable sweeps key their cells by it.
     trace = trace_of([0, 1, 2], [0, 1, 3], timestamps=[0, 12.5], block_size=16)
