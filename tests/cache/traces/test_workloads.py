@@ -11,11 +11,7 @@ from hypothesis import strategies as st
 
 from cache.traces.trace import Trace
 from cache.traces.workloads import WORKLOADS, make_workload
-from cache.traces.workloads.draws import (
-    Zipf,
-    generator,
-    poisson_arrivals_ms,
-)
+from cache.traces.workloads.draws import Zipf, generator
 from cache.traces.workloads.prompts import PromptSpace
 
 # Small in every length, so that a request has few tokens and texts end inside blocks.
@@ -208,14 +204,6 @@ def test_agents_compact_a_full_context():
 
 
 # --- draws
-
-
-def test_arrivals_are_poisson():
-    arrivals = np.array(list(itertools.islice(poisson_arrivals_ms(generator(1), 4.0), 20_000)))
-    gaps = np.diff(arrivals)
-    assert (gaps >= 0).all()
-    assert gaps.mean() == pytest.approx(250, rel=0.03)
-    assert gaps.std() == pytest.approx(250, rel=0.04)
 
 
 @pytest.mark.parametrize("exponent", [0, 0.7, 1.0, 2.0])
