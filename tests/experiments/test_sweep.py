@@ -76,20 +76,6 @@ def test_a_second_run_repeats_nothing_and_changes_nothing(run, folder, journal):
     assert [path.read_bytes() for path in results] == before
 
 
-def test_another_seed_is_another_cell(run, folder, journal):
-    run(cells=3)
-    run(cells=3, seed=1)
-    assert journal() == Counter({0: 2, 1: 2, 2: 2})
-    assert list(table(folder)["value"].unique()) == [1, 1 + 1 / 3, 1 + 2 / 3]
-
-
-def test_fresh_runs_finished_cells_again(run, journal):
-    run()
-    report = run(fresh=True)
-    assert (report.finished, report.reused) == (4, 0)
-    assert set(journal().values()) == {2}
-
-
 def test_an_input_is_known_by_name_and_content_not_by_its_folder(run, tmp_path, journal, folder):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
