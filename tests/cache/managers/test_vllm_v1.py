@@ -11,8 +11,9 @@ import manager_helpers
 import pytest
 from manager_helpers import ONLINE_POLICIES, cached, grow, lines_run, started, used
 
-from cache import Sequence
+from cache import Sequence, make_workload, simulate
 from cache.managers.pooled import PooledManager
+from cache.policies.lru import LRU
 
 manager_of = functools.partial(manager_helpers.manager_of, "vllm_v1")
 
@@ -135,6 +136,29 @@ def test_duplicates_of_the_same_step_do_not_overwrite_the_index():
 
 def test_making_many_blocks_takes_no_loop():
     assert lines_run(lambda: manager_of(1_000_000, 16)) == lines_run(lambda: manager_of(1_000, 16))
+
+
+class InPython(LRU):
+    """LRU that the replay does not compile, which would take seconds."""
+
+    def evict(self):
+        return super().evict()
+
+
+@pytest.mark.parametrize("capacity", [7, 40, 300])
+def test_a_serial_replay_through_the_manager_equals_simulate(capacity):
+    trace = make_workload("multi_turn_chat", num_requests=150, seed=3)
+    expected = simulate(trace, policy=InPython(), capacity_blocks=capacity)
+    assert not expected.compiled
+    manager = manager_of(capacity + 1, 2)
+    for i, request in enumerate(trace):
+        tokens = [token for block in request.block_ids[:capacity] for token in (block, block)]
+        seq = Sequence(i, [*tokens, 0])  # one token more: the one that is always computed
+        manager.allocate(seq)
+        manager.free(seq)
+    stats = manager.stats
+    assert (stats.hit_blocks, stats.evicted_blocks) == (expected.hit_blocks, expected.evictions)
+    assert 0 < stats.hit_blocks < expected.block_references
 
 
 @pytest.mark.parametrize("queue_uncached", [False, True])
