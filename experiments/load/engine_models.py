@@ -65,7 +65,7 @@ def make_llm(name: str, *, threads: int | None = None, **options: Any) -> LLM:
         torch.set_num_threads(threads)
     try:
         return LLM(default_model() if name == SMOLLM2 else model_config(name), **options)
-    except ImportError as error:
+    except (ImportError, FileNotFoundError) as error:
         raise Unavailable(str(error)) from error
 
 

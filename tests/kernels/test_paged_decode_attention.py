@@ -12,8 +12,22 @@ from attention_ops import OPS, select
 from op_calls import same
 
 from kernels import reference
+from kernels.fp8_cache import FP8_DTYPE
 
 DECODE = OPS["decode"]
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_equal_scales_are_bitwise_alike_in_every_form(num_splits, device):
+    call = DECODE.call(device, (70, 5), kv_dtype=FP8_DTYPE)
+    forms = [0.5, torch.tensor(0.5), torch.tensor([0.5]), torch.tensor([0.5, 0.5])]
+    forms = [form.to(device) if isinstance(form, torch.Tensor) else form for form in forms]
+    results = [DECODE.run(call, num_splits, k_scale=form, v_scale=form) for form in forms]
+    for result in results[1:]:
+        assert same(result, results[0])
+    one = DECODE.run(call, num_splits, k_scale=1.0, v_scale=torch.ones(2, device=device))
+    assert same(one, DECODE.run(call, num_splits))
+    assert not torch.equal(one[0], results[0][0])
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
