@@ -11,6 +11,7 @@ from pathlib import Path
 from cache.policies.arc import ARC
 from cache.policies.base import EvictionPolicy, Request
 from cache.policies.belady import Belady
+from cache.policies.classes import ClassPolicy
 from cache.policies.fifo import FIFO
 from cache.policies.filo import FILO
 from cache.policies.frequency_cost import FrequencyCost
@@ -136,6 +137,7 @@ def _load_class(spec: str) -> type[EvictionPolicy]:
 __all__ = [
     "POLICIES",
     "BlockHistory",
+    "ClassPolicy",
     "EvictionPolicy",
     "LeafPolicy",
     "PriorityPolicy",

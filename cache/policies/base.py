@@ -14,8 +14,9 @@ together are released tail first (the deepest block of the prompt, then its pare
 that breaks ties by the order of release gives up a prompt from its end, as vLLM v1 does.
 
 A new policy subclasses :class:`cache.policies.priority.PriorityPolicy` if one number per block
-ranks the blocks (the replay compiles it), :class:`cache.policies.queues.QueuePolicy` if it keeps
-blocks in queues, and this class otherwise.
+ranks the blocks, :class:`cache.policies.classes.ClassPolicy` if their class and age do (the replay
+compiles both), :class:`cache.policies.queues.QueuePolicy` if it keeps blocks in queues, and this
+class otherwise.
 """
 
 from __future__ import annotations

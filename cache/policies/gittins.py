@@ -3,132 +3,76 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable
 from typing import TYPE_CHECKING
 
-from cache.policies.base import UNKNOWN_REQUEST, EvictionPolicy, Request
-from cache.policies.queues import GhostList
-
-# numba is slow to import, so gittins_compiled is imported where it is used.
+from cache.policies.base import Request
+from cache.policies.classes import BIN_WIDTHS, ClassPolicy, bits
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from cache.traces.trace import Trace
+_SHAPE = 8, 5, 4
+"""Classes by uses (0: the end of a prompt, used once), by output length and by idle time."""
+_GROUP = _SHAPE[1] * _SHAPE[2]
+"""Classes of blocks with the same uses."""
+_SHRINKAGE = 10.0
+"""Weight of the group of a class in the hazards of the class."""
 
 
-class Gittins(EvictionPolicy):
+class Gittins(ClassPolicy):
     """Evicts the block that returns least per block and time, by its class and age (PageLab).
 
     The class of a block: log2 of its uses, log4 of the output length of the request that released
     it, and log4 of the time since the deepest block of the prompt that was known had been used
-    before.  The end of a prompt that was used once is in a class of its own.  The policy counts at
-    which age blocks of each class return, and how many are still out.  Blocks that are released
-    together mostly return together, so each of n counts 1 / sqrt(n).  The worth of a block is the
-    Gittins index of its class at its age.  An eviction compares the oldest block of each class.
+    before.  The end of a prompt that was used once is in a class of its own.  The worth of a block
+    is the Gittins index of its class at its age.
 
-    A block is remembered, evicted or not, for ``ghost_ratio`` x capacity releases of blocks.
-    Before there are statistics it is LRU.  It can fall below LRU: see ``safeguarded``.  Raises
-    ValueError for a negative ``ghost_ratio``.
+    It can fall below LRU: see ``safeguarded``.
     """
 
     name = "gittins"
+    num_classes = math.prod(_SHAPE)
 
-    def __init__(self, ghost_ratio: float = 32.0) -> None:
-        if not ghost_ratio >= 0:
-            raise ValueError(f"ghost_ratio must not be negative, got {ghost_ratio}")
-        self.ghost_ratio = ghost_ratio
+    @staticmethod
+    def classify(uses: int, is_end: bool, idle_ms: float, request: Request) -> int:
+        kind = 0 if is_end and uses == 1 else min(bits(uses), _SHAPE[0] - 1)
+        length = min(max(bits(request.output_tokens) - 3, 0) // 2, _SHAPE[1] - 1)  # from 16 on
+        idle = 0 if math.isnan(idle_ms) else 1 + min(max(bits(idle_ms) - 13, 0) // 2, _SHAPE[2] - 2)
+        return (kind * _SHAPE[1] + length) * _SHAPE[2] + idle
 
-    def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
-        from cache.policies import gittins_compiled
+    @staticmethod
+    def learn(returned: np.ndarray, gone: np.ndarray, worths: np.ndarray) -> None:
+        """Write Gittins indices (1979) to ``worths``.
 
-        memory = int(self.ghost_ratio * capacity)
-        self._blocks, self._states = gittins_compiled.empty(capacity, memory)
-        self._keys: dict[int, Hashable] = {}
-        self._released: set[int] = set()
-        self._ghosts = GhostList(memory)
-        self._request = UNKNOWN_REQUEST
-        self._now = 0.0
-        """Time of the latest request, ms; if unknown, each release counts as a second."""
-
-    def tell(self, request: Request) -> None:
-        self._request = request
-        if request.time_ms > self._now:
-            self._now = request.time_ms
-
-    def insert(self, block: int, key: Hashable, parent: Hashable | None, depth: int) -> None:
-        from cache.policies import gittins_compiled
-
-        if block in self._keys:
-            raise ValueError(f"insert: block {block} holds content already")
-        self._keys[block] = key
-        self._blocks = gittins_compiled.with_room(self._blocks, block)
-        gittins_compiled.insert(self._blocks, block, self._ghosts.take(key))
-
-    def pin(self, block: int) -> None:
-        from cache.policies import gittins_compiled
-
-        if block not in self._released:
-            raise ValueError(f"pin: block {block} is not a released one")
-        self._released.remove(block)
-        gittins_compiled.pin(self._blocks, block, self._states)
-
-    def release(self, block: int) -> None:
-        self.release_many((block,))
-
-    def release_many(self, blocks: Iterable[int]) -> None:
-        import numpy as np
-
-        from cache.policies import gittins_compiled
-
-        blocks = list(blocks)
-        for block in blocks:
-            if block not in self._keys or block in self._released:
-                raise ValueError(f"release: block {block} is not in use")
-        self._released.update(blocks)
-        if math.isnan(self._request.time_ms):
-            self._now += 1000.0
-        output = float(self._request.output_tokens)
-        released = np.array(blocks, np.int32)
-        gittins_compiled.release(self._blocks, released, self._states, self._now, output)
-
-    def evict(self) -> int:
-        from cache.policies import gittins_compiled
-
-        if not self._released:
-            raise IndexError("evict: no block is released")
-        block = int(gittins_compiled.evict(self._blocks, self._states, self._now))
-        self._released.remove(block)
-        self._give_up(block)
-        return block
-
-    def remove(self, block: int) -> None:
-        self.pin(block)
-        self._give_up(block)
-
-    def _give_up(self, block: int) -> None:
-        self._ghosts.add(self._keys.pop(block), self._blocks[block : block + 1].copy())
-
-    def __len__(self) -> int:
-        return len(self._released)
-
-    def compiled_replay(self) -> Callable[[Trace, int], tuple[np.ndarray, np.ndarray]] | None:
-        if type(self) is not Gittins:  # a subclass may change a method
-            return None
-        from cache.traces.trace import Trace
-
-        one = Trace.from_requests([(0, 1, 1, [0])], name="one", block_size=1)
-        self._replay(one, 1)  # compiles it before any time is measured
-        return self._replay
-
-    def _replay(self, trace: Trace, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-        from cache.policies import gittins_compiled
-
-        return gittins_compiled.replay(
-            trace.block_ids,
-            trace.offsets,
-            capacity,
-            trace.timestamps_ms,
-            trace.output_lengths,
-            *gittins_compiled.empty(trace.num_unique_blocks, int(self.ghost_ratio * capacity)),
-        )
+        The hazard of a class in an age bin is returned / reached (Kaplan and Meier, 1958).  With
+        little evidence it is shrunk to that of the classes with the same uses, and this to that of
+        all.  With S(a) the share still out at age a, the index is the maximum over T > a of
+        (S(a) - S(T)) / integral of S from a to T: the hits per block and time if a block of age a
+        is kept until T at most.  It is raised to that of fewer uses, so that a prompt goes from
+        its end.
+        """
+        num_classes, num_bins = returned.shape
+        hazards = 0.0 * returned
+        reached = gone.copy()
+        for bin_ in range(num_bins - 1, -1, -1):
+            reached += returned[:, bin_]
+            of_all = returned[:, bin_].sum() / max(reached.sum(), 1e-300)
+            for begin in range(0, num_classes, _GROUP):
+                group = slice(begin, begin + _GROUP)
+                returns = returned[group, bin_].sum() + _SHRINKAGE * of_all
+                of_group = returns / (reached[group].sum() + _SHRINKAGE)
+                for class_ in range(begin, begin + _GROUP):
+                    returns = returned[class_, bin_] + _SHRINKAGE * of_group
+                    hazards[class_, bin_] = returns / (reached[class_] + _SHRINKAGE)
+        for class_ in range(num_classes):
+            for age in range(num_bins):
+                hits, space, out, index = 0.0, 0.0, 1.0, 0.0
+                for bin_ in range(age, num_bins):
+                    returns = out * hazards[class_, bin_]
+                    hits += returns
+                    space += BIN_WIDTHS[bin_] * (out - returns / 2.0)
+                    out -= returns
+                    index = max(index, hits / space)
+                if class_ >= 2 * _GROUP:
+                    index = max(index, worths[class_ - _GROUP, age])
+                worths[class_, age] = index

@@ -6,11 +6,12 @@ import bisect
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
-from cache.policies.base import EvictionPolicy, Request
+from cache.policies.base import EvictionPolicy
 from cache.policies.lazy_heap import LazyHeap
+from cache.policies.wrapping import WrappingPolicy
 
 
-class QueueInformed(EvictionPolicy):
+class QueueInformed(WrappingPolicy):
     """``policy``, but what waiting requests ask for goes last (vLLM, RFC 48485).
 
     Victims that ``policy`` chooses are spared while a waiting request asks for their content.  If
@@ -24,13 +25,10 @@ class QueueInformed(EvictionPolicy):
     name = "queue_informed"
 
     def __init__(self, policy: str | EvictionPolicy = "lru", **options) -> None:
-        from cache.policies import as_policy
-
-        self.policy = as_policy(policy, **options)
-        self.needs_future = self.policy.needs_future
+        super().__init__(policy, **options)
 
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
-        self.policy.start(capacity, next_use)
+        super().start(capacity, next_use)
         self._contents: dict[int, tuple[Hashable, Hashable | None, int]] = {}
         self._line: dict[tuple[int, ...], Sequence[Hashable]] = {}
         self._wanted: dict[Hashable, list[tuple[int, ...]]] = {}  # key to places, sorted
@@ -60,17 +58,8 @@ class QueueInformed(EvictionPolicy):
         place = self._wanted[key][0] if key in self._wanted else (math.inf,)
         self._spared.push(block, *(-number for number in place), -depth)
 
-    def tell(self, request: Request) -> None:
-        self.policy.tell(request)
-
-    def look_up(self, keys: Sequence[Hashable]) -> None:
-        self.policy.look_up(keys)
-
-    def miss(self, key: Hashable) -> None:
-        self.policy.miss(key)
-
     def insert(self, block: int, key: Hashable, parent: Hashable | None, depth: int) -> None:
-        self.policy.insert(block, key, parent, depth)
+        super().insert(block, key, parent, depth)
         self._contents[block] = key, parent, depth
 
     def pin(self, block: int) -> None:

@@ -60,7 +60,7 @@ class _Observer(Gittins):
 
     def release_many(self, blocks: list[int]) -> None:
         super().release_many(blocks)
-        self.classes += self._blocks["class_"][blocks[::-1]].tolist()
+        self.classes += [self._blocks[block].class_ for block in reversed(blocks)]
 
 
 def _observe(trace: Trace) -> list[int]:

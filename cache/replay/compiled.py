@@ -61,20 +61,30 @@ def _warmed_up(priority, needs_future: bool, own_dtype):
     replay = compile_replay(priority, bool(own_dtype))
     one = np.ones(1, np.int64)
     own = np.ones(1, own_dtype)[0] if own_dtype else None
+    arguments = (
+        np.zeros(1, np.int32), np.array([0, 1]), 1, 1, needs_future,
+        np.zeros(1), one, one, np.zeros(1), 0, own,
+    )  # fmt: skip
+    tolerated = (ArithmeticError, ValueError) if own_dtype else ()
+    return warmed_up(replay, arguments, priority.__qualname__, tolerated)
+
+
+def warmed_up(run: Callable, arguments: tuple, name: str, tolerated: tuple) -> Callable | None:
+    """``run``, compiled by a call with ``arguments``, which may raise ``tolerated`` errors.
+
+    None if its integers are too large, or, with a warning, if numba cannot compile it.
+    """
     try:
-        replay(
-            np.zeros(1, np.int32), np.array([0, 1]), 1, 1, needs_future,
-            np.zeros(1), one, one, np.zeros(1), 0, own,
-        )  # fmt: skip
+        run(*arguments)
     except OverflowError:
         return None
+    except tolerated:
+        pass
     except Exception as error:  # numba raises errors of many kinds
-        if own is not None and isinstance(error, ArithmeticError | ValueError):
-            return replay  # compiled; this error is due to the ones in its state
         reason = str(error).partition("\n")[0]
-        warnings.warn(f"{priority.__qualname__} runs in Python: numba: {reason}", stacklevel=4)
+        warnings.warn(f"{name} runs in Python: numba: {reason}", stacklevel=5)
         return None
-    return replay
+    return run
 
 
 def _replay(compiled, policy: PriorityPolicy, trace: Trace, capacity: int):
@@ -279,10 +289,16 @@ def compile_replay(priority: Callable[..., float], has_own: bool) -> Callable:
 
     # A file for each policy: two processes that add to one at once can mix up what is in it.
     run.__qualname__ += f".{priority.__qualname__}"
-    # A policy from elsewhere may call files whose changes would not be noticed.
-    is_cached = priority.__module__.startswith("cache.policies.")
-    run = numba.njit(nogil=True, cache=is_cached)(run)
+    run = numba.njit(nogil=True, cache=is_built_in(priority))(run)
     return replay
+
+
+def is_built_in(function: Callable) -> bool:
+    """Whether its compiled form may be cached on disk.
+
+    A policy from elsewhere may call files whose changes would not be noticed.
+    """
+    return function.__module__.startswith("cache.policies.")
 
 
 @numba.extending.intrinsic

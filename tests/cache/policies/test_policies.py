@@ -237,7 +237,6 @@ def test_many_blocks_in_use_do_not_slow_eviction(name):
         ("mq", {"num_queues": 0}, "num_queues=0: needs an int"),
         ("mq", {"life_time": 0}, "life_time=0: needs an int"),
         ("mq", {"ghost_ratio": -2}, "ghost_ratio must not be negative, got -2"),
-        ("gittins", {"ghost_ratio": -1}, "ghost_ratio must not be negative, got -1"),
         ("marconi", {"alpha": -1}, "alpha must not be negative, got -1"),
         ("workload_aware", {"max_turn": 0}, "max_turn=0: needs an int of at least 1"),
         ("retention", {"ranges": [(3, 3, 50)]}, "has no block"),

@@ -143,7 +143,7 @@ def test_a_manager_runs_it_and_forgets_with_it():
         manager.check_invariants()
         assert len(policy._lru) <= 8
         held = set(policy._with_key)
-        assert policy._missing == len([key for key in policy._lru if key not in held])
+        assert policy._missing == {key for key in policy._lru if key not in held}
     assert manager.reset_prefix_cache()
     assert not len(policy)
 

@@ -1,0 +1,216 @@
+"""Policies that learn what blocks of a class are worth at each age."""
+
+from __future__ import annotations
+
+import abc
+import inspect
+import math
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cache.policies.base import UNKNOWN_REQUEST, EvictionPolicy, Request
+from cache.policies.lazy_heap import LazyHeap
+from cache.policies.queues import GhostList
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from cache.traces.trace import Trace
+
+NUM_BINS = 32
+"""Age bin 0 is below 1 ms.  Bin b > 0 begins at 2 ** (b - 1) ms, the last after 12 days."""
+BIN_BEGINS = (0.0, *(2.0**bin_ for bin_ in range(NUM_BINS - 1)))
+BIN_WIDTHS = (1.0, *BIN_BEGINS[1:])
+LEARN_FIRST = 512
+"""Releases before the first ``learn``, and at least between two."""
+
+
+def bits(number: float) -> int:
+    """Binary digits before the point; 0 for what is below 1 or NaN."""
+    return math.frexp(number)[1] if number >= 1.0 else 0
+
+
+def age_bin(age_ms: float) -> int:
+    return min(bits(age_ms), NUM_BINS - 1)
+
+
+def worth_at(worths: np.ndarray, age_ms: float) -> float:
+    """Interpolate a row of ``worths``, which are those at the begin of each age bin."""
+    bin_ = age_bin(age_ms)
+    part = (age_ms - BIN_BEGINS[bin_]) / BIN_WIDTHS[bin_]
+    return worths[bin_] + part * (worths[bin_ + 1] - worths[bin_])
+
+
+def out_of_range(classify: Callable[..., int], num_classes: int) -> ValueError:
+    return ValueError(f"{classify.__qualname__} gave a class beyond 0 to {num_classes - 1}")
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    """A remembered content and its latest release."""
+
+    key: Hashable
+    uses: int = 0
+    class_: int = 0
+    released_ms: float = 0.0
+    number: int = 0  # blocks released before it
+    weight: float = 0.0  # in the statistics
+
+
+class ClassPolicy(EvictionPolicy):
+    """Evicts the block that is worth least, by its class and age; of equal ones the oldest.
+
+    A subclass defines ``num_classes`` and two static methods: ``classify`` gives a block its class
+    when it is released, and ``learn`` says what the classes are worth at each age.  In between the
+    policy counts at which ages blocks of each class return.  Blocks that are released together
+    mostly return together, so each of n counts 1 / sqrt(n).  Blocks of a class are in the order of
+    their release, and an eviction compares the oldest of each class.
+
+    ``learn`` is called after 512 releases of blocks, then each time after a quarter more.  Until
+    then all worths are 0, which is LRU.  Ages are in milliseconds; where times are unknown each
+    release takes a second.  ``cache.simulate`` compiles both methods if numba can.
+    """
+
+    num_classes: int
+
+    ghost_ratio: float = 16.0
+    """Number of evicted contents that are remembered, in multiples of the capacity."""
+
+    def __init_subclass__(cls, **options) -> None:
+        super().__init_subclass__(**options)
+        for name in ("classify", "learn"):
+            if inspect.isfunction(vars(cls).get(name)):
+                raise TypeError(f"policy {cls.name!r}: {name} needs @staticmethod")
+
+    @staticmethod
+    @abc.abstractmethod
+    def classify(uses: int, is_end: bool, idle_ms: float, request: Request) -> int:
+        """The class, from 0, of a block that ``request`` releases.
+
+        ``uses`` counts its releases, this one included.  ``is_end``: it is the deepest block of the
+        request.  ``idle_ms``: time since the deepest remembered block of the request was released
+        before; NaN if none is.
+        """
+
+    @staticmethod
+    @abc.abstractmethod
+    def learn(returned: np.ndarray, gone: np.ndarray, worths: np.ndarray) -> None:
+        """Write to ``worths``, ``(num_classes, NUM_BINS + 1)``, what a block is worth.
+
+        Column b is for the begin of age bin b; in between the worth is interpolated.  ``returned``,
+        ``(num_classes, NUM_BINS)``, are the weights of blocks that returned, by their age then.
+        ``gone``, ``(num_classes,)``, are those of blocks that were evicted and did not return.
+        All are float64; only ``worths`` may be written to.
+        """
+
+    def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
+        import numpy as np
+
+        self._blocks: dict[int, _Block] = {}
+        self._released: set[int] = set()
+        self._classes: list[dict[int, _Block]] = [{} for _ in range(self.num_classes)]
+        self._oldest: LazyHeap | None = None  # classes by worth now, of their oldest blocks
+        self._ghosts = GhostList(int(self.ghost_ratio * capacity))
+        self._returned = np.zeros((self.num_classes, NUM_BINS))
+        self._gone = np.zeros(self.num_classes)
+        self._worths = np.zeros((self.num_classes, NUM_BINS + 1))
+        self._num_releases, self._learn_at = 0, LEARN_FIRST
+        self._request = UNKNOWN_REQUEST
+        self._now = 0.0
+
+    def tell(self, request: Request) -> None:
+        self._request = request
+        if request.time_ms > self._now:
+            self._now = request.time_ms
+            self._oldest = None
+
+    def insert(self, block: int, key: Hashable, parent: Hashable | None, depth: int) -> None:
+        if block in self._blocks:
+            raise ValueError(f"insert: block {block} holds content already")
+        if ghost := self._ghosts.take(key):
+            self._gone[ghost.class_] -= ghost.weight
+        self._blocks[block] = ghost or _Block(key)
+
+    def pin(self, block: int) -> None:
+        if block not in self._released:
+            raise ValueError(f"pin: block {block} is not a released one")
+        self._released.remove(block)
+        class_ = self._blocks[block].class_
+        blocks = self._classes[class_]
+        is_oldest = block == next(iter(blocks))
+        del blocks[block]
+        if is_oldest and self._oldest is not None:
+            self._oldest.remove(class_)
+            if blocks:
+                self._rank(class_)
+
+    def _rank(self, class_: int) -> None:
+        """Enter a class that has blocks into ``_oldest``."""
+        record = next(iter(self._classes[class_].values()))
+        worth = worth_at(self._worths[class_], self._now - record.released_ms)
+        self._oldest.push(class_, worth, record.number)
+
+    def release(self, block: int) -> None:
+        self.release_many((block,))
+
+    def release_many(self, blocks: Iterable[int]) -> None:
+        blocks = list(blocks)
+        for block in blocks:
+            if block not in self._blocks or block in self._released:
+                raise ValueError(f"release: block {block} is not in use")
+        self._released.update(blocks)
+        self._oldest = None
+        if math.isnan(self._request.time_ms):
+            self._now += 1000.0
+        if self._num_releases >= self._learn_at:
+            self.learn(self._returned, self._gone, self._worths)
+            self._learn_at = self._num_releases + max(self._num_releases // 4, LEARN_FIRST)
+        records = [self._blocks[block] for block in blocks]
+        idle = next((self._now - record.released_ms for record in records if record.uses), math.nan)
+        weight = 1.0 / math.sqrt(max(len(blocks), 1))
+        for place, (block, record) in enumerate(zip(blocks, records, strict=True)):
+            if record.uses:
+                age = age_bin(self._now - record.released_ms)
+                self._returned[record.class_, age] += record.weight
+            record.uses += 1
+            record.class_ = self.classify(record.uses, place == 0, idle, self._request)
+            if not 0 <= record.class_ < self.num_classes:
+                raise out_of_range(self.classify, self.num_classes)
+            record.released_ms, record.weight = self._now, weight
+            record.number = self._num_releases
+            self._num_releases += 1
+            self._classes[record.class_][block] = record
+
+    def evict(self) -> int:
+        if not self._released:
+            raise IndexError("evict: no block is released")
+        if self._oldest is None:
+            self._oldest = LazyHeap()
+            for class_, blocks in enumerate(self._classes):
+                if blocks:
+                    self._rank(class_)
+        _, class_ = self._oldest.first()
+        block = next(iter(self._classes[class_]))
+        self.remove(block)
+        return block
+
+    def remove(self, block: int) -> None:
+        self.pin(block)
+        record = self._blocks.pop(block)
+        self._gone[record.class_] += record.weight
+        self._ghosts.add(record.key, record)
+
+    def __len__(self) -> int:
+        return len(self._released)
+
+    def compiled_replay(self) -> Callable[[Trace, int], tuple[np.ndarray, np.ndarray]] | None:
+        if any(getattr(type(self), name) is not getattr(ClassPolicy, name) for name in _METHODS):
+            return None
+        from cache.replay.compiled_classes import replay_of  # numba is slow to import
+
+        return replay_of(self)
+
+
+_METHODS = "start", "tell", "insert", "pin", "release", "release_many", "evict"
+"""The compiled replay does what these do."""

@@ -1,0 +1,39 @@
+"""Policies that wrap another one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+
+from cache.policies.base import EvictionPolicy, Request
+
+
+class WrappingPolicy(EvictionPolicy):
+    """Passes on to ``policy`` what the owner of the blocks says of requests and contents.
+
+    ``policy`` is a name (``options`` are its options) or an object.  A subclass says what else it
+    is told (``pin``, ``release``) and what is evicted.  Among several bases this one comes first.
+    """
+
+    def __init__(self, policy: str | EvictionPolicy, **options) -> None:
+        from cache.policies import as_policy
+
+        self.policy = as_policy(policy, **options)
+        self.needs_future = self.policy.needs_future
+
+    def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
+        super().start(capacity, next_use)
+        self.policy.start(capacity, next_use)
+
+    def tell(self, request: Request) -> None:
+        super().tell(request)
+        self.policy.tell(request)
+
+    def look_up(self, keys: Sequence[Hashable]) -> None:
+        self.policy.look_up(keys)
+
+    def miss(self, key: Hashable) -> None:
+        self.policy.miss(key)
+
+    def insert(self, block: int, key: Hashable, parent: Hashable | None, depth: int) -> None:
+        super().insert(block, key, parent, depth)
+        self.policy.insert(block, key, parent, depth)

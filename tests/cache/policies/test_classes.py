@@ -1,0 +1,205 @@
+"""Class policies: statistics and victims, in Python and compiled."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cache
+from cache.policies import ClassPolicy, Request, make_policy
+from cache.policies.gittins import Gittins
+from tests.cache.prefix_traces import prefix_traces, trace_of
+
+BINS = 32
+ENDS = np.array([0.0, *(2.0**bin_ for bin_ in range(BINS))])
+"""Ends of the age bins, ms."""
+
+
+class Depth(ClassPolicy):
+    """Learns that classes are worth the rarer they return; they are by uses and prompt length."""
+
+    num_classes = 12
+    ghost_ratio = 2.0
+
+    @staticmethod
+    def classify(uses, is_end, idle_ms, request):
+        return 4 * min(uses - 1, 2) + 2 * is_end + (request.prompt_tokens > 100.0)
+
+    @staticmethod
+    def learn(returned, gone, worths):
+        for class_ in range(len(gone)):
+            worths[class_] = (1.0 + gone[class_]) / (1.0 + returned[class_].sum())
+            worths[class_, 9:] /= 3.0  # falls in the bin before
+
+
+def checked(policy_class: type[ClassPolicy]) -> ClassPolicy:
+    """The policy run by the methods that managers call, each victim checked from its definition:
+    the block of least worth among the oldest of the classes, of equal ones the oldest."""
+
+    class Checked(policy_class):
+        num_learned = 0
+
+        def evict(self):
+            records = {block: self._blocks[block] for block in self._released}
+            oldest = {}
+            for block, record in sorted(records.items(), key=lambda item: item[1].number):
+                oldest.setdefault(record.class_, block)
+            ranks = {
+                block: (
+                    np.interp(self._now - records[block].released_ms, ENDS, self._worths[class_]),
+                    records[block].number,
+                )
+                for class_, block in oldest.items()
+            }
+            victim = super().evict()
+            assert ranks[victim][0] == pytest.approx(min(ranks.values())[0], rel=1e-12)
+            self.num_learned += self._worths.any()
+            return victim
+
+    return Checked()
+
+
+@pytest.mark.parametrize("policy", [Gittins, Depth])
+@pytest.mark.parametrize("workload", ["multi_turn_chat", "rag"])
+def test_compiled_it_evicts_what_it_does_in_a_manager_the_least_worth(policy, workload):
+    trace = cache.make_workload(workload, seed=3, num_requests=150)
+    capacity = trace.num_unique_blocks // 20
+    slow = checked(policy)
+    compiled, in_python = (
+        cache.simulate(trace, policy=one, capacity_blocks=capacity) for one in (policy(), slow)
+    )
+    assert (compiled.compiled, in_python.compiled) == (True, False)
+    assert compiled.hits.tolist() == in_python.hits.tolist()
+    assert compiled.evictions == in_python.evictions
+    assert slow.num_learned > 100
+
+
+@given(trace=prefix_traces, capacity=st.integers(1, 12))
+def test_before_there_are_statistics_it_is_lru(trace, capacity):
+    lru, mine = (
+        cache.simulate(trace, policy=policy, capacity_blocks=capacity)
+        for policy in ("lru", "gittins")
+    )
+    assert lru.hits.tolist() == mine.hits.tolist()
+
+
+def test_statistics_are_what_returned_at_which_age_and_what_was_evicted():
+    trace = cache.make_workload("multi_turn_chat", seed=3, num_requests=200)
+    policy = checked(Depth)
+    policy.ghost_ratio = 1000.0
+    result = cache.simulate(trace, policy=policy, capacity_blocks=300)
+    assert result.evictions > 1000
+    returned, out = np.zeros((12, BINS)), {}
+    uses = defaultdict(int)
+    for request in range(len(trace)):
+        facts, blocks = trace[request], trace[request].block_ids
+        for block in blocks:
+            if block in out:
+                class_, since, weight = out.pop(block)
+                age = np.searchsorted(ENDS, facts.timestamp_ms - since, side="right") - 1
+                returned[class_, age] += weight
+        for block in blocks:
+            uses[block] += 1
+            is_end = block == blocks[-1]
+            class_ = 4 * min(uses[block] - 1, 2) + 2 * is_end + (facts.input_length > 100)
+            out[block] = class_, facts.timestamp_ms, len(blocks) ** -0.5
+    gone = np.zeros(12)
+    for block, (class_, _, weight) in out.items():
+        gone[class_] += weight * (block not in policy._blocks)
+    assert policy._returned == pytest.approx(returned)
+    assert policy._gone == pytest.approx(gone)
+    assert (np.count_nonzero(returned), np.count_nonzero(gone)) > (10, 4)
+
+
+def test_what_is_forgotten_stays_gone_and_begins_anew():
+    policy = Depth()
+    policy.start(1)
+    for at, key in enumerate(["a", "b", "a", "c", "d", "a"]):
+        policy.tell(Request(float(at), 10.0, 1.0, 1.0))
+        policy.insert(0, key, None, 0)
+        policy.release(0)
+        policy.evict()
+    # "a" returned once, from the ghosts; the second time it had been forgotten.
+    assert policy._returned[2].sum() == policy._returned.sum() == 1
+    assert policy._gone[[2, 6]].tolist() == [4, 1]
+
+
+def test_idle_time_is_that_of_the_deepest_known_block():
+    idles = []
+
+    class Idle(ClassPolicy):
+        num_classes = 1
+        learn = staticmethod(lambda *_: None)
+
+        @staticmethod
+        def classify(uses, is_end, idle_ms, request):
+            idles.append(idle_ms)
+            return 0
+
+    policy = Idle()
+    policy.start(9)
+    for at, prompt in ((0, "abc"), (10, "a"), (70, "abd")):
+        policy.tell(Request(at, 1.0, 1.0, len(prompt)))
+        for block in map(ord, prompt):
+            if block in policy._released:
+                policy.pin(block)
+            else:
+                policy.insert(block, block, None, 0)
+        policy.release_many(list(map(ord, reversed(prompt))))
+    assert np.isnan(idles[:3]).all()
+    assert idles[3:] == [10, 70, 70, 70]
+
+
+def test_without_times_a_release_takes_a_second():
+    policies = [make_policy("gittins") for _ in range(2)]
+    for policy, second in zip(policies, (math.nan, 1000.0), strict=True):
+        policy.start(3)
+        for at in range(1, 80):
+            policy.tell(Request(second * at, 16, 1, 1))
+            if at > 3:
+                policy.pin(at % 3)
+            else:
+                policy.insert(at % 3, at % 3, None, 0)
+            policy.release(at % 3)
+    assert np.array_equal(*(policy._returned for policy in policies))
+    assert policies[0]._returned.sum() == 76
+
+
+class Beyond(Depth):
+    @staticmethod
+    def classify(uses, is_end, idle_ms, request):
+        return 12 if uses == 2 else -(uses == 3)
+
+
+@pytest.mark.parametrize("prompts", [[(0,), (0,)], [(0,)] * 3])
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_a_class_that_is_none_is_named(prompts, is_compiled):
+    policy = Beyond()
+    if not is_compiled:
+        policy.compiled_replay = lambda: None
+    with pytest.raises(ValueError, match=r"Beyond\.classify gave a class beyond 0 to 11"):
+        cache.simulate(trace_of(prompts), policy=policy, capacity_blocks=2)
+
+
+@pytest.mark.parametrize("name", ["classify", "learn"])
+def test_a_forgotten_staticmethod_is_said(name):
+    with pytest.raises(TypeError, match=f"policy 'Mine': {name} needs @staticmethod"):
+        type("Mine", (Depth,), {name: lambda *_: 0})
+
+
+def test_what_numba_cannot_compile_runs_in_python():
+    class Sorted(Depth):
+        @staticmethod
+        def classify(uses, is_end, idle_ms, request):
+            return int(f"{uses % 10}")
+
+    trace = cache.make_workload("rag", seed=3, num_requests=30)
+    with pytest.warns(UserWarning, match="Sorted.classify runs in Python: numba: ."):
+        result = cache.simulate(trace, policy=Sorted(), capacity_blocks=20)
+    assert not result.compiled
+    assert result.evictions

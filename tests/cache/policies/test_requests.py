@@ -1,0 +1,61 @@
+"""What owners of blocks report of requests to policies."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import cache
+from cache.policies import Request
+from tests.cache.prefix_traces import trace_of
+
+
+class Listener(cache.policies.POLICIES["fifo"]):
+    def start(self, capacity, next_use=None):
+        super().start(capacity, next_use)
+        self.told: list[Request] = []
+
+    def tell(self, request):
+        self.told.append(request)
+
+
+def test_a_replay_reports_each_request_twice():
+    listener = Listener()
+    cache.simulate(trace_of([(0, 1), (2,)]), policy=listener, capacity_blocks=2)
+    first, at_release, second, _ = listener.told
+    assert at_release[:4] == (0.0, 8, 1, 2)
+    assert np.isnan(first.output_tokens)
+    assert first._replace(output_tokens=1)[:4] == at_release[:4]
+    assert second[:2] == (1.0, 4)
+
+
+@pytest.mark.parametrize("name", ["nano_vllm", "vllm_v0", "vllm_v1", "radix"])
+def test_a_manager_reports_requests(name):
+    listener = Listener()
+    manager = cache.make_manager(name, num_blocks=4, block_size=2, policy=listener)
+    seq = cache.Sequence(0, [1, 2, 3])
+    manager.clock = lambda: 1.5
+    manager.allocate(seq)
+    seq.append_token(4)
+    manager.append(seq)
+    manager.free(seq)
+    assert listener.told[-1][:4] == (1500.0, 3, 1, 1)
+    assert np.isnan((listener.told[0].output_tokens, listener.told[-1].calls_tool)).all()
+    manager.clock = None
+    manager.allocate(seq)
+    assert np.isnan(listener.told[-1].time_ms)
+
+
+class ShortestPrompt(cache.PriorityPolicy):
+    @staticmethod
+    def priority(block):
+        return block.request.prompt_tokens
+
+
+def test_a_radix_tree_ranks_its_nodes_by_their_requests():
+    manager = cache.make_manager("radix", num_blocks=9, block_size=1, policy=ShortestPrompt())
+    for number, tokens in enumerate([[1, 1, 1], [2, 2], [3, 3, 3, 3]]):
+        seq = cache.Sequence(number, tokens)
+        manager.allocate(seq)
+        manager.free(seq)
+    assert [len(node.blocks) for node in manager.tree.leaves] == [2, 3, 4]
