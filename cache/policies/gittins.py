@@ -16,7 +16,7 @@ _SHAPE = 8, 5, 4
 _GROUP = _SHAPE[1] * _SHAPE[2]
 """Classes of blocks with the same uses."""
 _SHRINKAGE = 10.0
-"""Weight of the group of a class in the hazards of the class."""
+"""Weight of a group in the hazards of its classes, and of 0 in those of the group."""
 
 
 class Gittins(ClassPolicy):
@@ -45,22 +45,19 @@ class Gittins(ClassPolicy):
         """Write Gittins indices (1979) to ``worths``.
 
         The hazard of a class in an age bin is returned / reached (Kaplan and Meier, 1958).  With
-        little evidence it is shrunk to that of the classes with the same uses, and this to that of
-        all.  With S(a) the share still out at age a, the index is the maximum over T > a of
-        (S(a) - S(T)) / integral of S from a to T: the hits per block and time if a block of age a
-        is kept until T at most.  It is raised to that of fewer uses, so that a prompt goes from
-        its end.
+        little evidence it is shrunk to that of the classes with the same uses, and this to 0.  With
+        S(a) the share still out at age a, the index is the maximum over T > a of (S(a) - S(T)) /
+        integral of S from a to T: the hits per block and time if a block of age a is kept until T
+        at most.  It is raised to that of fewer uses, so that a prompt goes from its end.
         """
         num_classes, num_bins = returned.shape
         hazards = 0.0 * returned
         reached = gone.copy()
         for bin_ in range(num_bins - 1, -1, -1):
             reached += returned[:, bin_]
-            of_all = returned[:, bin_].sum() / max(reached.sum(), 1e-300)
             for begin in range(0, num_classes, _GROUP):
                 group = slice(begin, begin + _GROUP)
-                returns = returned[group, bin_].sum() + _SHRINKAGE * of_all
-                of_group = returns / (reached[group].sum() + _SHRINKAGE)
+                of_group = returned[group, bin_].sum() / (reached[group].sum() + _SHRINKAGE)
                 for class_ in range(begin, begin + _GROUP):
                     returns = returned[class_, bin_] + _SHRINKAGE * of_group
                     hazards[class_, bin_] = returns / (reached[class_] + _SHRINKAGE)

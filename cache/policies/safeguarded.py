@@ -70,9 +70,8 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
             key, _ = self._lru.popitem(last=False)
             self._missing.discard(key)
             node = self._with_key.get(key)
-            if node and node.block in self._lru_holds:
-                self._withdraw(node)
-                self._offer(node)
+            if node and self._lru_holds.pop(node.block, None):
+                self._lru_lacks[node.block] = node
 
     def insert(self, block: int, key: Hashable, parent: Hashable | None, depth: int) -> None:
         super().insert(block, key, parent, depth)

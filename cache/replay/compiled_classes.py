@@ -153,13 +153,8 @@ def _compile(classify, learn, num_classes: int) -> Callable:
                 if blocks[block_id].uses:
                     idle = now - blocks[block_id].released_ms
                     break
-            facts = Request(
-                now,
-                prompts[request],
-                outputs[request],
-                float(offsets[request + 1] - start),
-                tools[request],
-            )
+            num_blocks = float(offsets[request + 1] - start)
+            facts = Request(now, prompts[request], outputs[request], num_blocks, tools[request])
             weight = 1.0 / math.sqrt(max(len(ids), 1))
             is_end = True
             for block_id in ids[::-1]:
