@@ -13,7 +13,7 @@ from cache.managers import (
     UnsupportedByDesign,
     make_manager,
 )
-from cache.policies import POLICIES, EvictionPolicy, PriorityPolicy, make_policy
+from cache.policies import POLICIES, ClassPolicy, EvictionPolicy, PriorityPolicy, make_policy
 from cache.replay.overlapping import ServingReplayResult, prompt_token_ids, simulate_serving
 from cache.replay.serial import SimulationResult, simulate
 from cache.serving.open_loop import Clock, ServiceModel
@@ -36,6 +36,7 @@ __all__ = [
     "AllocStatus",
     "CacheManager",
     "CacheStats",
+    "ClassPolicy",
     "Clock",
     "EvictionPolicy",
     "MemoryUsage",

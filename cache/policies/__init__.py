@@ -41,6 +41,7 @@ from cache.policies.tail_optimized_lru import TailOptimizedLRU
 from cache.policies.time_to_live import TimeToLive
 from cache.policies.two_q import TwoQ
 from cache.policies.workload_aware import WorkloadAware
+from cache.policies.wrapping import WrappingPolicy
 
 _BUILT_IN: tuple[type[EvictionPolicy], ...] = (
     LRU, FIFO, LFU, SLRU, LRUK, TwoQ, ARC, S3FIFO, Sieve, MQ, GDSF, Random, MRU, FILO,
@@ -146,6 +147,7 @@ __all__ = [
     "Request",
     "Retained",
     "Safeguarded",
+    "WrappingPolicy",
     "as_policy",
     "make_policy",
     "record",

@@ -5,13 +5,14 @@ from __future__ import annotations
 import abc
 import inspect
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cache.policies.base import UNKNOWN_REQUEST, EvictionPolicy, Request
 from cache.policies.lazy_heap import LazyHeap
-from cache.policies.queues import GhostList
+from cache.policies.queues import GhostList, num_ghosts
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,7 +24,7 @@ NUM_BINS = 32
 BIN_BEGINS = (0.0, *(2.0**bin_ for bin_ in range(NUM_BINS - 1)))
 BIN_WIDTHS = (1.0, *BIN_BEGINS[1:])
 LEARN_FIRST = 512
-"""Releases before the first ``learn``, and at least between two."""
+"""Releases of blocks before the first ``learn``, and the fewest between two."""
 
 
 def bits(number: float) -> int:
@@ -36,14 +37,18 @@ def age_bin(age_ms: float) -> int:
 
 
 def worth_at(worths: np.ndarray, age_ms: float) -> float:
-    """Interpolate a row of ``worths``, which are those at the begin of each age bin."""
+    """Interpolate a row of ``worths``, which are those at the beginning of each age bin."""
     bin_ = age_bin(age_ms)
-    part = (age_ms - BIN_BEGINS[bin_]) / BIN_WIDTHS[bin_]
+    part = min((age_ms - BIN_BEGINS[bin_]) / BIN_WIDTHS[bin_], 1.0)
     return worths[bin_] + part * (worths[bin_ + 1] - worths[bin_])
 
 
-def out_of_range(classify: Callable[..., int], num_classes: int) -> ValueError:
-    return ValueError(f"{classify.__qualname__} gave a class beyond 0 to {num_classes - 1}")
+def wrong_class(name: str, num_classes: int) -> ValueError:
+    return ValueError(f"policy {name!r}: classify gave a class beyond 0 to {num_classes - 1}")
+
+
+def wrong_worth(name: str) -> ValueError:
+    return ValueError(f"policy {name!r}: learn gave a worth that is not finite")
 
 
 @dataclass(slots=True, eq=False)
@@ -89,8 +94,8 @@ class ClassPolicy(EvictionPolicy):
         """The class, from 0, of a block that ``request`` releases.
 
         ``uses`` counts its releases, this one included.  ``is_end``: it is the deepest block of the
-        request.  ``idle_ms``: time since the deepest remembered block of the request was released
-        before; NaN if none is.
+        request.  ``idle_ms``: time since the latest release, before this one, of the deepest
+        remembered block of the request; NaN if none is.
         """
 
     @staticmethod
@@ -98,10 +103,11 @@ class ClassPolicy(EvictionPolicy):
     def learn(returned: np.ndarray, gone: np.ndarray, worths: np.ndarray) -> None:
         """Write to ``worths``, ``(num_classes, NUM_BINS + 1)``, what a block is worth.
 
-        Column b is for the begin of age bin b; in between the worth is interpolated.  ``returned``,
-        ``(num_classes, NUM_BINS)``, are the weights of blocks that returned, by their age then.
-        ``gone``, ``(num_classes,)``, are those of blocks that were evicted and did not return.
-        All are float64; only ``worths`` may be written to.
+        Column b is for the beginning of age bin b; in between the worth is interpolated.
+        ``returned``, ``(num_classes, NUM_BINS)``, are the weights of blocks that returned, by their
+        age then.  ``gone``, ``(num_classes,)``, are those of blocks that were evicted and did not
+        return.  All are float64; only ``worths`` may be written to.  Worths must be finite.
+        Compiled code does not check indices.
         """
 
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
@@ -109,9 +115,10 @@ class ClassPolicy(EvictionPolicy):
 
         self._blocks: dict[int, _Block] = {}
         self._released: set[int] = set()
-        self._classes: list[dict[int, _Block]] = [{} for _ in range(self.num_classes)]
+        self._classes: list[OrderedDict[int, _Block]]
+        self._classes = [OrderedDict() for _ in range(self.num_classes)]
         self._oldest: LazyHeap | None = None  # classes by worth now, of their oldest blocks
-        self._ghosts = GhostList(int(self.ghost_ratio * capacity))
+        self._ghosts = GhostList(num_ghosts(self, capacity))
         self._returned = np.zeros((self.num_classes, NUM_BINS))
         self._gone = np.zeros(self.num_classes)
         self._worths = np.zeros((self.num_classes, NUM_BINS + 1))
@@ -165,6 +172,8 @@ class ClassPolicy(EvictionPolicy):
             self._now += 1000.0
         if self._num_releases >= self._learn_at:
             self.learn(self._returned, self._gone, self._worths)
+            if not math.isfinite(self._worths.sum()):
+                raise wrong_worth(self.name)
             self._learn_at = self._num_releases + max(self._num_releases // 4, LEARN_FIRST)
         records = [self._blocks[block] for block in blocks]
         idle = next((self._now - record.released_ms for record in records if record.uses), math.nan)
@@ -174,9 +183,9 @@ class ClassPolicy(EvictionPolicy):
                 age = age_bin(self._now - record.released_ms)
                 self._returned[record.class_, age] += record.weight
             record.uses += 1
-            record.class_ = self.classify(record.uses, place == 0, idle, self._request)
+            record.class_ = int(self.classify(record.uses, place == 0, idle, self._request))
             if not 0 <= record.class_ < self.num_classes:
-                raise out_of_range(self.classify, self.num_classes)
+                raise wrong_class(self.name, self.num_classes)
             record.released_ms, record.weight = self._now, weight
             record.number = self._num_releases
             self._num_releases += 1
@@ -205,12 +214,13 @@ class ClassPolicy(EvictionPolicy):
         return len(self._released)
 
     def compiled_replay(self) -> Callable[[Trace, int], tuple[np.ndarray, np.ndarray]] | None:
-        if any(getattr(type(self), name) is not getattr(ClassPolicy, name) for name in _METHODS):
+        if any(getattr(type(self), name) is not getattr(ClassPolicy, name) for name in _COMPILED):
             return None
         from cache.replay.compiled_classes import replay_of  # numba is slow to import
 
         return replay_of(self)
 
 
-_METHODS = "start", "tell", "insert", "pin", "release", "release_many", "evict"
-"""The compiled replay does what these do."""
+_COMPILED = {"start", "tell", "look_up", "miss", "insert", "pin", "release", "release_many"}
+_COMPILED |= {"evict", "remove"}
+"""Methods that the compiled replay stands in for."""

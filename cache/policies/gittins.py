@@ -58,7 +58,7 @@ class Gittins(ClassPolicy):
             for begin in range(0, num_classes, _GROUP):
                 group = slice(begin, begin + _GROUP)
                 of_group = returned[group, bin_].sum() / (reached[group].sum() + _SHRINKAGE)
-                for class_ in range(begin, begin + _GROUP):
+                for class_ in range(begin, min(begin + _GROUP, num_classes)):
                     returns = returned[class_, bin_] + _SHRINKAGE * of_group
                     hazards[class_, bin_] = returns / (reached[class_] + _SHRINKAGE)
         for class_ in range(num_classes):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cache.policies.base import UNKNOWN_REQUEST, EvictionPolicy, Request
 from cache.policies.lazy_heap import LazyHeap
-from cache.policies.queues import GhostList
+from cache.policies.queues import GhostList, num_ghosts
 
 if TYPE_CHECKING:
     import numpy as np
@@ -160,7 +160,7 @@ class PriorityPolicy(EvictionPolicy):
         self._next_use = self._require_future(next_use) if self.needs_future else next_use
         self._own = self.own_state(capacity)
         self._request = UNKNOWN_REQUEST
-        self._ghosts = GhostList(int(self.ghost_ratio * capacity))
+        self._ghosts = GhostList(num_ghosts(self, capacity))
         self._with_key: dict[Hashable, _Record] = {}
         self._records: dict[int, _Record] = {}
         self._released = LazyHeap()

@@ -67,6 +67,7 @@ class QueueInformed(WrappingPolicy):
             self.policy.pin(block)
         else:
             self._take(block)
+            self.policy.miss(self._contents[block][0])
             self.policy.insert(block, *self._contents[block])
 
     def release(self, block: int) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import abc
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from typing import Any
 
 from cache.policies.base import EvictionPolicy
 
@@ -149,16 +151,16 @@ class GhostList:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._values: OrderedDict[Hashable, int] = OrderedDict()
+        self._values: OrderedDict[Hashable, Any] = OrderedDict()
 
-    def add(self, key: Hashable, value: int = 0) -> None:
+    def add(self, key: Hashable, value: Any = 0) -> None:
         """Remember ``key`` as the newest, forgetting the oldest ones beyond the capacity."""
         self._values.pop(key, None)
         self._values[key] = value
         while len(self._values) > self._capacity:
             self.forget_oldest()
 
-    def take(self, key: Hashable) -> int | None:
+    def take(self, key: Hashable) -> Any:
         """Forget ``key`` and return its value, None if it was not remembered."""
         return self._values.pop(key, None)
 
@@ -169,3 +171,13 @@ class GhostList:
 
     def __len__(self) -> int:
         return len(self._values)
+
+
+def num_ghosts(policy: EvictionPolicy, capacity: int) -> int:
+    """``policy.ghost_ratio`` x capacity; ValueError if it is negative or infinite."""
+    if not 0 <= policy.ghost_ratio < math.inf:
+        raise ValueError(
+            f"policy {policy.name!r}: ghost_ratio must be finite and not negative, "
+            f"got {policy.ghost_ratio}"
+        )
+    return int(policy.ghost_ratio * capacity)

@@ -48,8 +48,8 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
         self._missing: set[Hashable] = set()
         self._lru: OrderedDict[Hashable, None] = OrderedDict()
         self._aside: set[int] = set()  # its leaves are in one of the next two
-        self._lru_lacks: dict[int, Node] = {}
-        self._lru_holds: dict[int, Node] = {}
+        self._lru_lacks: OrderedDict[int, Node] = OrderedDict()
+        self._lru_holds: OrderedDict[int, Node] = OrderedDict()
         self._is_followed = False
 
     def look_up(self, keys: Sequence[Hashable]) -> None:

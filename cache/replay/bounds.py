@@ -55,7 +55,6 @@ class _Observer(Gittins):
     """Records the class of each block reference, as its request releases it."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.classes: list[int] = []
 
     def release_many(self, blocks: list[int]) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 import cache.policies
 from cache.policies.base import Request
 from cache.policies.priority import BlockHistory, PriorityPolicy
+from cache.policies.queues import num_ghosts
 from cache.traces.trace import Trace
 
 _BLOCK = np.dtype(
@@ -82,7 +83,7 @@ def warmed_up(run: Callable, arguments: tuple, name: str, tolerated: tuple) -> C
         pass
     except Exception as error:  # numba raises errors of many kinds
         reason = str(error).partition("\n")[0]
-        warnings.warn(f"{name} runs in Python: numba: {reason}", stacklevel=5)
+        warnings.warn(f"{name} runs in Python: numba: {reason}", stacklevel=6)
         return None
     return run
 
@@ -98,7 +99,7 @@ def _replay(compiled, policy: PriorityPolicy, trace: Trace, capacity: int):
         trace.input_lengths,
         trace.output_lengths,
         trace.calls_tool,
-        int(policy.ghost_ratio * capacity),
+        num_ghosts(policy, capacity),
         policy.own_state(capacity),
     )
 

@@ -2,7 +2,7 @@
 
 Same algorithm as ``cache.replay.serial`` running a ``ClassPolicy`` in Python, victim by victim.
 Blocks are the dense ids of the trace.  The blocks of a class are in a circular list by their
-release; the last records of the array are the beginnings of these lists.
+release; the last records of the array are the ends of these lists.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from cache.policies.classes import (
     ClassPolicy,
     age_bin,
     bits,
-    out_of_range,
     worth_at,
+    wrong_class,
+    wrong_worth,
 )
+from cache.policies.queues import num_ghosts
 from cache.replay.compiled import borrowed, is_built_in, warmed_up
 from cache.traces.trace import Trace
 
@@ -48,19 +50,17 @@ for _function in (bits, age_bin, worth_at):
 
 def replay_of(policy: ClassPolicy) -> Callable | None:
     """``replay(trace, capacity)``; None, with a warning, if numba cannot compile the policy."""
-    run = _warmed_up(policy.classify, policy.learn, policy.num_classes)
+    run = _warmed_up(policy.classify, policy.learn, policy.num_classes, policy.name)
     return run and functools.partial(_replay, run, policy)
 
 
 @functools.cache
-def _warmed_up(classify, learn, num_classes: int) -> Callable | None:
+def _warmed_up(classify, learn, num_classes: int, name: str) -> Callable | None:
     one = np.ones(1)
     arguments = np.zeros(1, np.int32), np.array([0, 1]), 1, one, one, one, one, 0
-    run = _compile(classify, learn, num_classes)
+    run = _compile(classify, learn, num_classes, name)
     blocks = _no_blocks(1, num_classes)
-    return warmed_up(
-        run, (*arguments, blocks), classify.__qualname__, (ArithmeticError, ValueError)
-    )
+    return warmed_up(run, (*arguments, blocks), name, (ArithmeticError, ValueError))
 
 
 def _no_blocks(num_blocks: int, num_classes: int) -> np.ndarray:
@@ -79,15 +79,30 @@ def _replay(run, policy: ClassPolicy, trace: Trace, capacity: int):
         trace.input_lengths.astype(np.float64),
         trace.output_lengths.astype(np.float64),
         trace.calls_tool,
-        int(policy.ghost_ratio * capacity),
+        num_ghosts(policy, capacity),
         _no_blocks(trace.num_unique_blocks, policy.num_classes),
     )
 
 
-def _compile(classify, learn, num_classes: int) -> Callable:
+def _compile(classify, learn, num_classes: int, name: str) -> Callable:
     numba.extending.register_jitable(classify)
     numba.extending.register_jitable(learn)
-    message = str(out_of_range(classify, num_classes))
+    of_class, of_worth = str(wrong_class(name, num_classes)), str(wrong_worth(name))
+    # What comes from another file is a variable here, so that the key of a cached replay has it.
+    bin_of, worth_of, num_bins, learn_first = age_bin, worth_at, NUM_BINS, LEARN_FIRST
+
+    @numba.extending.register_jitable
+    def least(blocks, worths, first_end, now):
+        """The end of the list whose oldest block is worth least; of equal ones, released first."""
+        least, least_worth, number = first_end, np.inf, 0
+        for end in range(first_end, len(blocks)):
+            head_id = blocks[end].newer
+            if head_id < first_end:
+                head = blocks[head_id]
+                worth = worth_of(worths[head.class_], now - head.released_ms)
+                if worth < least_worth or (worth == least_worth and head.number < number):
+                    least, least_worth, number = end, worth, head.number
+        return least
 
     def run(block_ids, offsets, capacity, times_ms, prompts, outputs, tools, num_ghosts, blocks):
         blocks = borrowed(blocks)
@@ -95,14 +110,14 @@ def _compile(classify, learn, num_classes: int) -> Callable:
         num_requests = len(offsets) - 1
         hits = np.zeros(num_requests, np.int64)
         evictions = np.zeros(num_requests, np.int64)
-        returned, gone = np.zeros((num_classes, NUM_BINS)), np.zeros(num_classes)
-        worths = np.zeros((num_classes, NUM_BINS + 1))
-        num_resident, num_releases, learn_at = 0, 0, LEARN_FIRST
+        returned, gone = np.zeros((num_classes, num_bins)), np.zeros(num_classes)
+        worths = np.zeros((num_classes, num_bins + 1))
+        num_resident, num_releases, learn_at, now = 0, 0, learn_first, 0.0
         ghosts = np.empty(len(block_ids), np.int32)
         first_ghost, last_ghost, live_ghosts = 0, 0, 0
         for request in range(num_requests):
             start = offsets[request]
-            now = times_ms[request]
+            now = max(now, times_ms[request])
             ids = block_ids[start : min(offsets[request + 1], start + capacity)]
             while hits[request] < len(ids) and blocks[ids[hits[request]]].resident:
                 hits[request] += 1
@@ -110,7 +125,7 @@ def _compile(classify, learn, num_classes: int) -> Callable:
                 if blocks[block_id].resident:
                     _unlink(blocks, block_id)
 
-            end, previous_ms = -1, -1.0
+            end, number, released_ms = -1, -2, 0.0  # of the last victim
             for block_id in ids:
                 block = blocks[block_id]
                 if block.resident:
@@ -118,13 +133,13 @@ def _compile(classify, learn, num_classes: int) -> Callable:
                 if num_resident < capacity:
                     num_resident += 1
                 else:
-                    # Blocks of a class that were released at once are worth the same.
+                    # What was released right after the last victim, in its class, is worth as much.
+                    victim = blocks[blocks[end].newer]
+                    if victim.number != number + 1 or victim.released_ms != released_ms:
+                        end = least(blocks, worths, first_end, now)
                     victim_id = blocks[end].newer
-                    if victim_id >= first_end or blocks[victim_id].released_ms != previous_ms:
-                        end = _least(blocks, worths, first_end, now)
-                        victim_id = blocks[end].newer
                     victim = blocks[victim_id]
-                    previous_ms = victim.released_ms
+                    number, released_ms = victim.number, victim.released_ms
                     _unlink(blocks, victim_id)
                     victim.resident = False
                     gone[victim.class_] += victim.weight
@@ -147,25 +162,29 @@ def _compile(classify, learn, num_classes: int) -> Callable:
 
             if num_releases >= learn_at:
                 learn(returned, gone, worths)
-                learn_at = num_releases + max(num_releases // 4, LEARN_FIRST)
+                if not math.isfinite(worths.sum()):
+                    raise ValueError(of_worth)
+                learn_at = num_releases + max(num_releases // 4, learn_first)
             idle = np.nan
             for block_id in ids[::-1]:
                 if blocks[block_id].uses:
                     idle = now - blocks[block_id].released_ms
                     break
             num_blocks = float(offsets[request + 1] - start)
-            facts = Request(now, prompts[request], outputs[request], num_blocks, tools[request])
+            facts = Request(
+                times_ms[request], prompts[request], outputs[request], num_blocks, tools[request]
+            )
             weight = 1.0 / math.sqrt(max(len(ids), 1))
             is_end = True
             for block_id in ids[::-1]:
                 block = blocks[block_id]
                 if block.uses:
-                    returned[block.class_, age_bin(now - block.released_ms)] += block.weight
+                    returned[block.class_, bin_of(now - block.released_ms)] += block.weight
                 block.uses += 1
-                class_ = classify(block.uses, is_end, idle, facts)
+                class_ = int(classify(block.uses, is_end, idle, facts))
                 is_end = False
                 if not 0 <= class_ < num_classes:
-                    raise ValueError(message)
+                    raise ValueError(of_class)
                 block.class_ = class_
                 block.released_ms = now
                 block.weight = weight
@@ -176,25 +195,12 @@ def _compile(classify, learn, num_classes: int) -> Callable:
                 blocks[block.older].newer = blocks[block.newer].older = block_id
         return hits, evictions
 
-    run.__qualname__ += f".{classify.__qualname__}"
-    return numba.njit(nogil=True, cache=is_built_in(classify))(run)
+    run.__qualname__ += f".{name}"
+    is_cached = is_built_in(classify) and is_built_in(learn)
+    return numba.njit(nogil=True, cache=is_cached)(run)
 
 
 @numba.njit(inline="always")
 def _unlink(blocks, block_id):
     blocks[blocks[block_id].older].newer = blocks[block_id].newer
     blocks[blocks[block_id].newer].older = blocks[block_id].older
-
-
-@numba.njit
-def _least(blocks, worths, first_end, now):
-    """The end of the list whose oldest block is worth least; of equal ones, released first."""
-    least, least_worth, number = first_end, np.inf, 0
-    for end in range(first_end, len(blocks)):
-        head_id = blocks[end].newer
-        if head_id < first_end:
-            head = blocks[head_id]
-            worth = worth_at(worths[head.class_], now - head.released_ms)
-            if worth < least_worth or (worth == least_worth and head.number < number):
-                least, least_worth, number = end, worth, head.number
-    return least

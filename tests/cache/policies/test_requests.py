@@ -1,4 +1,4 @@
-"""What owners of blocks report of requests to policies."""
+"""Owners of blocks report requests to policies."""
 
 from __future__ import annotations
 
