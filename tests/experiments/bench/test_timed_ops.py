@@ -6,13 +6,11 @@ import pytest
 import torch
 
 from experiments.bench import timed_ops
-from experiments.bench.gpu_timing import Times
 from experiments.bench.shapes import OURS, Shape, Timed, WrongResult
 from experiments.bench.timed_ops import OPS, problem_of, refusal
 from experiments.gpu import kernel_latency
 from experiments.gpu.kernel_latency import KernelLatency
 from experiments.harness import Unavailable
-from kernels.reference import gather_tokens
 
 _HEADS = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 32}
 FP8 = "float8_e4m3fn"
@@ -38,7 +36,6 @@ SHAPES = {
     "swap_out": Shape(op="swap_out", batch=3, block_size=8, num_layers=2, **_HEADS),
     "swap_in": Shape(op="swap_in", batch=3, block_size=8, num_layers=2, **_HEADS),
 }
-on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
 
 
 def run(shape, implementation=OURS):
@@ -109,13 +106,6 @@ def test_running_out_of_memory_becomes_a_reason(monkeypatch):
         run(SHAPES["decode"])
 
 
-@on_cpu
-def test_there_are_no_times_without_a_gpu():
-    row = run(SHAPES["decode"])
-    for column in (*Times._fields, "gb_per_s", "bandwidth_fraction", "matmul_fraction"):
-        assert not row[column], column
-
-
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_a_wrong_result_gets_no_time(shape, monkeypatch):
     """An implementation that does nothing (moves), or is a little off."""
@@ -132,19 +122,3 @@ def test_a_wrong_result_gets_no_time(shape, monkeypatch):
     monkeypatch.setitem(problem.implementations, OURS, wrong)
     with pytest.raises(WrongResult, match=f"{OURS} is wrong: error .* no time is reported"):
         run(shape)
-
-
-def test_the_judged_part_repeats_queries_of_the_batch():
-    shape = Shape(op="prefill", batch=3, context_len=37, query_len=19, block_size=7, **_HEADS)
-    inputs = problem_of(shape).case.inputs
-    case, fetch = timed_ops._attention_part(problem_of(shape).case, [(0, 0, 4), (2, 15, 4)])
-    small, queries = case.inputs, fetch(torch.arange(len(inputs["q"])))
-    assert queries.tolist() == [0, 1, 2, 3, 53, 54, 55, 56]
-    assert small["context_lens"].tolist() == [37 - 19 + 4, 37]
-    for row, seq in ((0, 0), (1, 2)):
-        length = int(small["context_lens"][row])
-        part, whole = (
-            gather_tokens(x["k_cache"], x["block_tables"][at], 0, length)
-            for x, at in ((small, row), (inputs, seq))
-        )
-        assert torch.equal(part, whole)
