@@ -76,15 +76,6 @@ def test_scarce_memory_changes_no_output(manager, block_size, budget, num_host_b
     assert_idle(engine)
 
 
-def test_a_cached_prefix_is_not_computed_again():
-    engine = make_engine("vllm_v1", 32)
-    first, again = prompt(22), [*prompt(22)[:18], 3, 1, 2]
-    for tokens, cached in ((first, 0), (again, 16), (first, 20), (again, 20)):
-        request = engine.requests[engine.add(tokens, GREEDY)]
-        serve(engine)
-        assert request.stats.num_cached_tokens == cached
-
-
 @pytest.mark.parametrize("manager", FORKING)
 @pytest.mark.parametrize(("length", "copies"), [(8, 0), (10, 2)], ids=["aligned", "partial"])
 def test_samples_share_the_blocks_of_the_prompt(manager, length, copies):
