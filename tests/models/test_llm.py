@@ -274,13 +274,6 @@ def test_the_seed_of_the_llm_fixes(config, params, make_checkpoint):
     assert first == again != other
 
 
-def test_the_longest_sequence_is_that_of_the_model(make_llm):
-    llm = make_llm()
-    assert llm.max_model_len == 256
-    [output] = llm.generate([[1] * 250], SamplingParams(max_tokens=50))
-    assert len(output.outputs[0].token_ids) == 6
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
