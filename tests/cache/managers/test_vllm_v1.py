@@ -119,21 +119,6 @@ def test_worked_example_of_duplicates(first_freed):
     assert manager.get_computed_blocks(Sequence("probe", range(9))) == ([0, expected], 8)
 
 
-def test_duplicates_of_the_same_step_do_not_overwrite_the_index():
-    manager = manager_of()
-    twins = [Sequence(i, range(9)) for i in range(3)]
-    looked_up = [manager.get_computed_blocks(seq) for seq in twins]
-    assert looked_up == [([], 0)] * 3
-    for seq, (blocks, _) in zip(twins, looked_up, strict=True):
-        manager.allocate_slots(seq, 9, blocks)
-    assert [manager.block_table(seq) for seq in twins] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-    manager.check_invariants()
-    for freed in (2, 0, 1):
-        assert manager.get_computed_blocks(Sequence(9, range(9))) == ([0, 1], 8)
-        manager.free(twins[freed])
-        manager.check_invariants()
-
-
 def test_making_many_blocks_takes_no_loop():
     assert lines_run(lambda: manager_of(1_000_000, 16)) == lines_run(lambda: manager_of(1_000, 16))
 
