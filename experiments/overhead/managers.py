@@ -7,10 +7,10 @@ imported, see the same requests in turn on one core, so a change of the machine'
 of them.  A turn is ten requests, so that an implementation finds its own state in the processor's
 caches, as in an engine that schedules many requests a step.
 
-Every second request is timed as a whole (``cycle``).  The others are timed phase by phase, if the
-design can look up without allocating.  They look up their prompt twice: the second call is
-``lookup``, and ``hash`` is the rest of the first.  ``allocate`` is timed with a third look-up,
-which is subtracted.  Making the ``Sequence`` is not part of a cycle and has rows of its own.
+Every second request is timed as a whole (``cycle``).  The others are timed phase by phase.  They
+look up their prompt twice: the second call is ``lookup``, and ``hash`` is the rest of the first.
+``allocate`` is timed with a third look-up, which is subtracted.  Making the ``Sequence`` is not
+part of a cycle and has rows of its own.
 
 ``managers.csv`` has the ratio of each cycle to vLLM's with the same hash.
 """
@@ -105,14 +105,10 @@ class _Ours:
         self.manager.free(seq)
 
     def phases(self, seq: cache.Sequence) -> dict[str, float]:
-        """Seconds of each phase of one cycle; empty if the design cannot be taken apart."""
+        """Seconds of each phase of one cycle."""
         manager, clock = self.manager, time.perf_counter
         begin = clock()
-        try:
-            manager.get_computed_blocks(seq)
-        except cache.UnsupportedByDesign:
-            self.cycle(seq)
-            return {}
+        manager.get_computed_blocks(seq)
         hashed = clock()
         manager.get_computed_blocks(seq)
         found = clock()
