@@ -175,11 +175,6 @@ class VLLMv0(CacheManager):
     def num_free_blocks(self) -> int:
         return self.gpu.num_free_blocks
 
-    @property
-    def num_free_cpu_blocks(self) -> int:
-        """CPU blocks that a swap could take now."""
-        return self.cpu.num_free_blocks
-
     def check_invariants(self) -> None:
         super().check_invariants()
         for allocator in (self.gpu, self.cpu):

@@ -124,7 +124,7 @@ class VLLMv0Machine(CachingMachine):
     @precondition(lambda self: self.live and self.num_cpu_blocks)
     def swap_out(self, data):
         live = self.pick(data)
-        possible, free = self.manager.can_swap_out(live.seq), self.manager.num_free_cpu_blocks
+        possible, free = self.manager.can_swap_out(live.seq), self.manager.cpu.num_free_blocks
         if possible:
             self.mark_as_computed(live)
             del self.live[live.seq.seq_id]
@@ -165,7 +165,7 @@ class VLLMv0Machine(CachingMachine):
     @invariant()
     def host_blocks_add_up(self):
         used = {block for live in self.swapped.values() for block in live.table}
-        assert self.manager.num_free_cpu_blocks == self.num_cpu_blocks - len(used)
+        assert self.manager.cpu.num_free_blocks == self.num_cpu_blocks - len(used)
         contents = {
             (block, content)
             for live in self.swapped.values()
@@ -184,7 +184,7 @@ class VLLMv0Machine(CachingMachine):
         if hasattr(self, "manager"):
             for live in self.swapped.values():
                 self.manager.free(live.seq)
-            assert self.manager.num_free_cpu_blocks == self.num_cpu_blocks
+            assert self.manager.cpu.num_free_blocks == self.num_cpu_blocks
         super().teardown()
 
 
