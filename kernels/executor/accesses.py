@@ -204,15 +204,16 @@ def _move_matrices(translation: Translation) -> Step:
 
 _ORDERS = {"relaxed": "", "acquire": "a", "release": "r", "acq_rel": "ar"}
 _SCOPES = ("cta", "cluster", "gpu", "sys")
-_OPERATIONS = {
+REDUCTIONS = {
     "add": np.add,
     "min": np.minimum,
     "max": np.maximum,
     "and": np.bitwise_and,
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,
-    "exch": lambda _old, new: new,
 }
+"""Operations of atom, red and redux."""
+_OPERATIONS = {**REDUCTIONS, "exch": lambda _old, new: new}
 
 
 @instruction("atom", "red")

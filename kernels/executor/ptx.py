@@ -114,10 +114,6 @@ def _where(text: str) -> str:
     return places[0] if len(places) == 1 else f"{places[0]} @ {places[-1]}"
 
 
-def _split_at_commas(text: str) -> list[str]:
-    return text.split(",")
-
-
 class _Reader:
     """State of reading one kernel: registers by name, innermost block last."""
 
@@ -175,7 +171,7 @@ class _Reader:
         negated, predicate, opcode, rest = matched.groups()
         if opcode.startswith("call"):
             rest = re.sub("[()]", "", rest)
-        split = (_OPERAND.findall if "{" in rest else _split_at_commas)(rest)
+        split = _OPERAND.findall(rest) if "{" in rest else rest.split(",")
         try:
             operands = tuple(self.operand(operand) for operand in split if operand.strip())
         except (ValueError, IndexError):

@@ -6,6 +6,7 @@ import operator
 
 import numpy as np
 
+from kernels.executor.accesses import REDUCTIONS
 from kernels.executor.faults import FaultKind
 from kernels.executor.operands import DTYPES, Signal, Step, Translation, Unsupported, instruction
 
@@ -106,26 +107,16 @@ def _shfl(translation: Translation) -> Step:
     return shuffle
 
 
-_REDUCTIONS = {
-    "add": np.add,
-    "min": np.minimum,
-    "max": np.maximum,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-}
-
-
 @instruction("redux")
 def _redux(translation: Translation) -> Step:
     """Reduce a value over the member threads of the warp (9.7.13.6)."""
     kind = translation.kind
-    name = translation.one_of(_REDUCTIONS)
+    name = translation.one_of(REDUCTIONS)
     translation.expect("sync", name)
     target, value, members = translation.operands
     value, write = translation.read(value, kind), translation.write(target, kind)
     members = translation.read(members, "u32")
-    reduce, dtype = _REDUCTIONS[name].reduce, DTYPES[kind]
+    reduce, dtype = REDUCTIONS[name].reduce, DTYPES[kind]
 
     def reduction(batch, mask):
         chosen = _member_masks(batch, mask, members(batch)).reshape(-1, 32)
