@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import math
 
 import numpy as np
@@ -38,13 +37,6 @@ every_workload = pytest.mark.parametrize("name", WORKLOADS)
 
 def tiny(name: str, **options) -> Trace:
     return make_workload(name, **{"num_requests": 150, "block_size": 4, **TINY[name], **options})
-
-
-def common_prefix(first, second) -> int:
-    """Leading blocks that two requests share (tokens, where the block size is 1)."""
-    length = min(len(first.block_ids), len(second.block_ids))
-    differs = first.block_ids[:length] != second.block_ids[:length]
-    return int(differs.argmax()) if differs.any() else length
 
 
 # --- block ids
@@ -164,43 +156,6 @@ def test_options_may_lie_on_their_bounds(name, least):
 def test_rag_cannot_retrieve_more_documents_than_there_are():
     with pytest.raises(ValueError, match="documents_per_request must not exceed num_documents"):
         make_workload("rag", num_documents=3, documents_per_request=4)
-
-
-# --- what each workload is
-
-
-def one_agent_at_a_time(**options) -> list:
-    """Requests of agents of one kind: 50 + 20 tokens, then 3 of a call and 4 of a result a step."""
-    fixed = {
-        "block_size": 1, "num_agents": 1, "session_rate": 1e-6, "mean_steps": 1e9,
-        "subagent_probability": 0, "max_context_tokens": 10**6, "length_sigma": 0,
-        "system_tokens": 50, "task_tokens": 20, "output_tokens": 3, "tool_result_tokens": 4,
-    }  # fmt: skip
-    return list(make_workload("agent_loops", num_requests=300, **fixed | options))
-
-
-def test_agents_wait_for_sub_agents_that_share_the_system_prompt():
-    requests = one_agent_at_a_time(subagent_probability=0.1, mean_subagent_steps=1)
-    subagents = [index for index in range(1, 300) if requests[index].input_length == 70]
-    assert len(subagents) == pytest.approx(30, abs=15)
-    for index in subagents[:-1]:
-        before, during, after = requests[index - 1 : index + 2]
-        assert common_prefix(before, during) == 50
-        assert common_prefix(before, after) == before.input_length
-        # Its call, then the sub-agent's answer for a result.
-        assert after.input_length == before.input_length + 3 + 3
-
-
-def test_agents_compact_a_full_context():
-    requests = one_agent_at_a_time(max_context_tokens=120, summary_tokens=10)
-    assert max(request.input_length + request.output_length for request in requests) <= 120
-    compacted = 0
-    for previous, request in itertools.pairwise(requests):
-        if request.input_length < previous.input_length:
-            compacted += 1
-            assert request.input_length == 50 + 20 + 10
-            assert common_prefix(previous, request) == 50 + 20
-    assert compacted > 20
 
 
 # --- draws
