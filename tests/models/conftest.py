@@ -1,4 +1,4 @@
-"""Tiny checkpoints, written by transformers, and what runs a model on them without the engine."""
+"""Tiny checkpoints, written by transformers, and models and LLMs on them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from kernels import reference
 from kernels.testing.hugging_face import import_transformers
 from models import LLM
-from models.attention import AttentionMetadata, make_backend
+from models.attention import make_backend
 from models.config import ModelConfig
 from models.decoder import build_model
 from models.weights import load_weights
@@ -91,47 +90,3 @@ def text_checkpoint(llama_copy):
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(llama_copy / "tokenizer.json"))
     return llama_copy
-
-
-class PagedBatch:
-    """A KV cache and sequences run by hand, each with blocks of its own in random order."""
-
-    def __init__(self, model, token_ids: list[list[int]], block_size: int, seed: int = 0) -> None:
-        config = model.config
-        self.model, self.block_size = model, block_size
-        self.token_ids = [torch.tensor(ids) for ids in token_ids]
-        self.computed = [0] * len(token_ids)
-        width = max(-(-len(ids) // block_size) for ids in token_ids)
-        num_blocks = width * len(token_ids)
-        order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed))
-        self.block_tables = order.view(len(token_ids), width).int()
-        shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
-        self.kv_cache = torch.full((2, *shape), torch.nan)
-
-    def step(self, counts: list[int]) -> torch.Tensor:
-        """Compute the next counts[i] tokens of sequence i; the logits of all of them, in order."""
-        ids, positions, rows = [], [], []
-        for i, count in enumerate(counts):
-            if count:
-                here = torch.arange(self.computed[i], self.computed[i] + count)
-                ids.append(self.token_ids[i][here])
-                positions.append(here)
-                rows.append(i)
-                self.computed[i] += count
-        lens, positions = torch.tensor([counts[i] for i in rows]), torch.cat(positions)
-        where = self.block_tables, torch.tensor(rows).repeat_interleave(lens), self.block_size
-        metadata = AttentionMetadata(
-            slot_mapping=reference.slot_mapping_from_positions(positions, *where),
-            block_tables=self.block_tables[rows],
-            cu_seqlens_q=torch.nn.functional.pad(lens.cumsum(0), (1, 0)).int(),
-            context_lens=torch.tensor([self.computed[i] for i in rows], dtype=torch.int32),
-            max_seqlen_q=int(lens.max()),
-            max_context_len=max(self.computed[i] for i in rows),
-        )
-        hidden = self.model(torch.cat(ids), positions, self.kv_cache, metadata)
-        return self.model.logits(hidden)
-
-
-@pytest.fixture(scope="session")
-def paged_batch():
-    return PagedBatch

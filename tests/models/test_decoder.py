@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kernels import reference
 from kernels.add_rms_norm import _add_rms_norm_kernel
 from kernels.testing.accuracy import accuracy
 from models.attention import AttentionMetadata, TritonBackend
@@ -16,6 +17,45 @@ from tests.models.tiny import CHECKPOINTS, TINY, Fp64
 
 LENGTHS = [23, 9, 1, 40]
 QWEN3 = TINY | CHECKPOINTS["qwen3"][1] | {"architectures": ["Qwen3ForCausalLM"]}
+
+
+class PagedBatch:
+    """A KV cache and sequences run by hand, each with blocks of its own in random order."""
+
+    def __init__(self, model, token_ids: list[list[int]], block_size: int, seed: int = 0) -> None:
+        config = model.config
+        self.model, self.block_size = model, block_size
+        self.token_ids = [torch.tensor(ids) for ids in token_ids]
+        self.computed = [0] * len(token_ids)
+        width = max(-(-len(ids) // block_size) for ids in token_ids)
+        num_blocks = width * len(token_ids)
+        order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed))
+        self.block_tables = order.view(len(token_ids), width).int()
+        shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        self.kv_cache = torch.full((2, *shape), torch.nan)
+
+    def step(self, counts: list[int]) -> torch.Tensor:
+        """Compute the next counts[i] tokens of sequence i; the logits of all of them, in order."""
+        ids, positions, rows = [], [], []
+        for i, count in enumerate(counts):
+            if count:
+                here = torch.arange(self.computed[i], self.computed[i] + count)
+                ids.append(self.token_ids[i][here])
+                positions.append(here)
+                rows.append(i)
+                self.computed[i] += count
+        lens, positions = torch.tensor([counts[i] for i in rows]), torch.cat(positions)
+        where = self.block_tables, torch.tensor(rows).repeat_interleave(lens), self.block_size
+        metadata = AttentionMetadata(
+            slot_mapping=reference.slot_mapping_from_positions(positions, *where),
+            block_tables=self.block_tables[rows],
+            cu_seqlens_q=torch.nn.functional.pad(lens.cumsum(0), (1, 0)).int(),
+            context_lens=torch.tensor([self.computed[i] for i in rows], dtype=torch.int32),
+            max_seqlen_q=int(lens.max()),
+            max_context_len=max(self.computed[i] for i in rows),
+        )
+        hidden = self.model(torch.cat(ids), positions, self.kv_cache, metadata)
+        return self.model.logits(hidden)
 
 
 def prompts(vocab_size: int = 97, lengths=LENGTHS) -> list[list[int]]:
@@ -52,18 +92,16 @@ def judge(make_checkpoint):
      *(("triton", 7, name) for name in ("gemma2", "mistral", "qwen3"))],
 )  # fmt: skip
 def test_logits_are_as_close_to_fp64_as_those_of_transformers(
-    checkpoint, backend, block_size, load_model, paged_batch, judge
+    checkpoint, backend, block_size, load_model, judge
 ):
     model = load_model(checkpoint, backend)
-    judge(checkpoint, paged_batch(model, prompts(), block_size).step(LENGTHS))
+    judge(checkpoint, PagedBatch(model, prompts(), block_size).step(LENGTHS))
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-def test_chunks_and_decoding_give_the_logits_of_a_whole_prefill(
-    checkpoint, load_model, paged_batch, judge
-):
+def test_chunks_and_decoding_give_the_logits_of_a_whole_prefill(checkpoint, load_model, judge):
     token_ids = prompts()
-    batch = paged_batch(load_model(checkpoint), token_ids, 8, seed=5)
+    batch = PagedBatch(load_model(checkpoint), token_ids, 8, seed=5)
     steps = [[5, 8, 1, 0], [17, 1, 0, 33], [1, 0, 0, 1], [0, 0, 0, 6]]
     assert [sum(counts) for counts in zip(*steps, strict=True)] == LENGTHS
     pieces = [[] for _ in token_ids]
@@ -75,11 +113,11 @@ def test_chunks_and_decoding_give_the_logits_of_a_whole_prefill(
     judge(checkpoint, torch.cat([torch.cat(parts) for parts in pieces]))
 
 
-def test_the_dtype_of_the_weights_is_that_of_the_hidden_states(load_model, paged_batch):
+def test_the_dtype_of_the_weights_is_that_of_the_hidden_states(load_model):
     model = load_model("qwen3", dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert model.model.rotary_embs[0].table.dtype == torch.float32
-    batch = paged_batch(model, prompts(), 16)
+    batch = PagedBatch(model, prompts(), 16)
     batch.kv_cache = batch.kv_cache.bfloat16()
     assert batch.step(LENGTHS).dtype == torch.bfloat16
 
