@@ -79,6 +79,8 @@ class _Package(Baseline):
     """
 
     package: str
+    tables: str
+    """Argument that takes the block tables."""
     page_multiple = 1
     min_capability = (8, 0)
 
@@ -110,18 +112,16 @@ class _Package(Baseline):
             return f"it needs compute capability {'.'.join(map(str, self.min_capability))}"
         return None
 
+    def decode(self, q, k_cache, v_cache, block_tables, context_lens):
+        options = {"cache_seqlens": context_lens, self.tables: block_tables, "causal": True}
+        return self._module.flash_attn_with_kvcache(q[:, None], k_cache, v_cache, **options)[:, 0]
+
 
 class FlashAttention2(_Package):
     name = "flash_attn_2"
     package = "flash_attn"
     page_multiple = PAGE_SIZE
-
-    def decode(self, q, k_cache, v_cache, block_tables, context_lens):
-        out = self._module.flash_attn_with_kvcache(
-            q[:, None], k_cache, v_cache, cache_seqlens=context_lens, block_table=block_tables,
-            causal=True,
-        )  # fmt: skip
-        return out[:, 0]
+    tables = "block_table"
 
     def prefill(
         self, q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens, *, max_seqlen_q
@@ -140,13 +140,7 @@ class FlashAttention3(_Package):
     name = "flash_attn_3"
     package = "flash_attn_interface"
     min_capability = (9, 0)
-
-    def decode(self, q, k_cache, v_cache, block_tables, context_lens):
-        out = self._module.flash_attn_with_kvcache(
-            q[:, None], k_cache, v_cache, cache_seqlens=context_lens, page_table=block_tables,
-            causal=True,
-        )  # fmt: skip
-        return out[:, 0]
+    tables = "page_table"
 
     def prefill(
         self, q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens, *, max_seqlen_q
