@@ -352,12 +352,6 @@ st.local.b32 [%r1+12], %r0; bar.sync 0; ld.local.b32 %r2, [%d13+4];
 """
 
 
-def test_local_memory(run_body):
-    out = torch.zeros(64, dtype=torch.int32)
-    run_body(LOCAL + RESULT, out, num_warps=2)
-    assert out.tolist() == [*range(64)]
-
-
 ADD = "mov.b32 %r1, 0; st.shared.b32 [0], %r1; bar.sync 0; atom.shared.add.u32 %r2, [0], 1;"
 
 
