@@ -172,32 +172,6 @@ def test_what_is_forgotten_stays_gone_and_begins_anew():
     assert policy._gone[[2, 6]].tolist() == [4, 1]
 
 
-def test_idle_time_is_that_of_the_deepest_known_block():
-    idles = []
-
-    class Idle(ClassPolicy):
-        num_classes = 1
-        learn = staticmethod(lambda *_: None)
-
-        @staticmethod
-        def classify(uses, is_end, idle_ms, request):
-            idles.append(idle_ms)
-            return 0
-
-    policy = Idle()
-    policy.start(9)
-    for at, prompt in ((0, "abc"), (10, "a"), (70, "abd")):
-        policy.tell(Request(at, 1.0, 1.0, len(prompt)))
-        for block in map(ord, prompt):
-            if block in policy._released:
-                policy.pin(block)
-            else:
-                policy.insert(block, block, None, 0)
-        policy.release_many(list(map(ord, reversed(prompt))))
-    assert np.isnan(idles[:3]).all()
-    assert idles[3:] == [10, 70, 70, 70]
-
-
 def test_without_times_a_release_takes_a_second():
     policies = [make_policy("gittins") for _ in range(2)]
     for policy, second in zip(policies, (math.nan, 1000.0), strict=True):
