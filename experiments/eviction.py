@@ -20,7 +20,6 @@ from experiments.harness import (
     Axis,
     Count,
     Experiment,
-    GridOnly,
     InputFile,
     Needs,
     Percent,
@@ -67,7 +66,7 @@ class Eviction(OnTraces):
     """A policy by name, your own as file.py:Class, or a bound. None: every one there is."""
     capacity_percent: Axis[Percent] = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
     """Blocks of the pool, in percent of the unique blocks of the trace."""
-    num_requests: GridOnly[Count | None] = None
+    num_requests: Count | None = None
     """Requests of each trace, the first of a file. None: all, and a workload's own number."""
 
     @property
@@ -79,8 +78,9 @@ def cells(options: Eviction) -> Iterator[Eviction]:
     """Policies, and "infinite" in the place of one."""
     policies = map(named_policy, options.policy or [*cache.POLICIES, BOUND])
     traces = [*options.sources(options.num_requests)]
-    yield from grid(options, trace=traces, policy=policies)
-    yield from grid(options, trace=traces, policy=["infinite"], capacity_percent=[100.0])
+    same = {"trace": traces, "num_requests": None}
+    yield from grid(options, policy=policies, **same)
+    yield from grid(options, policy=["infinite"], capacity_percent=[100.0], **same)
 
 
 def named_policy(name: str) -> str | OwnPolicy:

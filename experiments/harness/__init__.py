@@ -9,7 +9,6 @@ from experiments.harness.grid import (
     Absent,
     Axis,
     Count,
-    GridOnly,
     Lengths,
     Natural,
     Needs,

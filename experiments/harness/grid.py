@@ -34,17 +34,10 @@ except ImportError:  # experiments run without tyro too; their command line does
 """``Repeated[Axis[X]]``: an axis whose option takes one value and may be given several times."""
 
 
-@dataclass(frozen=True)
-class _Mark:
-    name: str
-
-
 T = TypeVar("T")
-_AXIS, _GRID_ONLY = _Mark("axis"), _Mark("grid only")
+_AXIS = object()
 Axis = Annotated[tuple[T, ...], _AXIS]
 """``Axis[X]``: several X in the options, at least one unless none is the default; one in a cell."""
-GridOnly = Annotated[T, _GRID_ONLY]
-"""``GridOnly[X]``: an option that shapes the grid and is None in every cell."""
 
 
 @dataclass(frozen=True)
@@ -110,10 +103,9 @@ def grid(options: Options, cell: type | None = None, /, **values: Any) -> Iterat
     cell = cell or type(options)
     axes = {}
     for name, hint in _hints(cell).items():
-        marks = typing.get_args(hint)
         if name not in values:
-            values[name] = None if _GRID_ONLY in marks else getattr(options, name)
-        if _AXIS in marks and values[name] is not None:
+            values[name] = getattr(options, name)
+        if _AXIS in typing.get_args(hint) and values[name] is not None:
             axes[name] = tuple(values[name])
     for point in itertools.product(*axes.values()):
         yield cell(**{**values, **dict(zip(axes, point, strict=True))})

@@ -24,7 +24,7 @@ import numpy as np
 
 import cache
 from experiments import style
-from experiments.harness import Absent, Axis, Count, GridOnly, Percent, grid
+from experiments.harness import Absent, Axis, Count, Percent, grid
 from experiments.load import workloads
 from experiments.load.workloads import OnTraces
 from experiments.overhead import timing
@@ -43,7 +43,7 @@ class Replay(OnTraces):
     """Blocks of the replayed pool, in percent of the unique blocks of the trace."""
     repeats: Count = 7
     """Replays of each trace and policy."""
-    trace_requests: GridOnly[Count | None] = None
+    trace_requests: Count | None = None
     """Requests of each trace, the first of a file. None: all, and a workload's own number."""
 
 
@@ -58,7 +58,8 @@ def cells(options: Replay) -> Iterator[ReplayCell | Absent]:
     if not libcachesim:
         yield Absent("libcachesim is not installed")
     traces = options.sources(options.trace_requests)
-    yield from grid(options, ReplayCell, trace=traces, libcachesim=libcachesim)
+    known = {"trace_requests": None, "libcachesim": libcachesim}
+    yield from grid(options, ReplayCell, trace=traces, **known)
 
 
 def run_cell(cell: ReplayCell) -> list[dict[str, Any]]:

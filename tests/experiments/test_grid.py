@@ -12,7 +12,6 @@ from experiments.harness import (
     Axis,
     Count,
     Experiment,
-    GridOnly,
     Lengths,
     Needs,
     Options,
@@ -44,7 +43,6 @@ class Whole(Part):
     tokens: Lengths = (1, 8)
     even: Annotated[int, Needs("an even number", even)] = 0
     pairs: tuple[tuple[Count, Percent], ...] = ((1, 1.0),)
-    num_requests: GridOnly[Count | None] = 7
 
 
 def experiment(options: Options, **parts) -> Experiment:
@@ -57,7 +55,7 @@ def test_a_cell_has_one_value_of_each_axis_the_last_one_fastest():
     assert [(c.size, c.name, c.kind, c.share) for c in cells] == [
         (1, "a", "x", 50), (1, "a", "y", 50), (2, "a", "x", 50), (2, "a", "y", 50),
     ]  # fmt: skip
-    assert {(c.seed, c.load, c.tokens, c.num_requests) for c in cells} == {(3, 1, (1, 8), None)}
+    assert {(c.seed, c.load, c.tokens) for c in cells} == {(3, 1, (1, 8))}
 
 
 def test_a_part_has_its_own_fields_and_axes_alone():

@@ -17,7 +17,6 @@ from experiments.harness import (
     Absent,
     Axis,
     Experiment,
-    GridOnly,
     InputFile,
     Natural,
     Options,
@@ -28,11 +27,11 @@ from experiments.harness import (
 
 @dataclass(frozen=True, kw_only=True)
 class TinyOptions(Options):
-    cells: GridOnly[Natural] = 4
+    cells: Natural = 4
     groups: int = 1
     file: Path | None = None
     """A file that every cell reads."""
-    absent: GridOnly[tuple[str, ...]] = ()
+    absent: tuple[str, ...] = ()
     """Reasons for cells that cannot be made."""
 
 
@@ -49,7 +48,8 @@ class TinyCell(TinyOptions):
 def cells(options: TinyOptions) -> Iterator[TinyCell | Absent]:
     yield from map(Absent, options.absent)
     file = options.file and InputFile.of(options.file)
-    yield from grid(options, TinyCell, number=range(options.cells), of=options.cells, file=file)
+    known = {"cells": None, "absent": None, "of": options.cells, "file": file}
+    yield from grid(options, TinyCell, number=range(options.cells), **known)
 
 
 def run_cell(cell: TinyCell) -> list[dict]:
