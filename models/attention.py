@@ -344,11 +344,7 @@ def _attend(
 
 
 class FlashAttnBackend:
-    """flash-attn's paged kernels.
-
-    Args:
-        module: has ``flash_attn_with_kvcache`` and ``flash_attn_varlen_func``; flash-attn by
-            default.  Raises ImportError if it is not installed.
+    """flash-attn's paged kernels.  Raises ImportError if flash-attn is not installed.
 
     flash-attn 2 needs block sizes that are multiples of 256.  For other sizes the context is copied
     into pages of 256 tokens before each call.
@@ -358,17 +354,16 @@ class FlashAttnBackend:
     has_fp8_cache = False
     page_multiple = 256
 
-    def __init__(self, module: ModuleType | None = None) -> None:
-        if module is None:
-            try:
-                module = importlib.import_module("flash_attn")
-            except ImportError as error:
-                raise ImportError(
-                    f"attention_backend='flash_attn' needs the package flash-attn: {error}"
-                ) from error
+    def __init__(self) -> None:
+        try:
+            self._flash_attn = importlib.import_module("flash_attn")
+        except ImportError as error:
+            raise ImportError(
+                f"attention_backend='flash_attn' needs the package flash-attn: {error}"
+            ) from error
         import kernels  # late: TRITON_INTERPRET is read at this import
 
-        self._flash_attn, self.ops = module, kernels
+        self.ops = kernels
 
     def can_capture(self, block_size):
         # A graph would copy the longest possible context in every layer.

@@ -73,10 +73,7 @@ class Baseline:
 
 
 class _Package(Baseline):
-    """A baseline from a package for GPUs.
-
-    module: stands in for the package, on any device; None imports it.
-    """
+    """A baseline from a package for GPUs."""
 
     package: str
     tables: str
@@ -84,14 +81,9 @@ class _Package(Baseline):
     page_multiple = 1
     min_capability = (8, 0)
 
-    def __init__(self, module: ModuleType | None = None) -> None:
-        self._given = module
-
     @functools.cached_property
     def _module(self) -> ModuleType | str:
         """The package, or why it cannot be imported."""
-        if self._given is not None:
-            return self._given
         try:
             return importlib.import_module(self.package)
         except (ImportError, OSError) as error:
@@ -104,11 +96,11 @@ class _Package(Baseline):
             return f"it takes a head_dim up to 256 in steps of 8, got {q.shape[-1]}"
         if k_cache.shape[1] % self.page_multiple:
             return f"block_size: needs a multiple of {self.page_multiple}, got {k_cache.shape[1]}"
-        if self._given is None and q.device.type != "cuda":
+        if q.device.type != "cuda":
             return "it runs on CUDA devices only"
         if isinstance(self._module, str):
             return self._module
-        if self._given is None and torch.cuda.get_device_capability(q.device) < self.min_capability:
+        if torch.cuda.get_device_capability(q.device) < self.min_capability:
             return f"it needs compute capability {'.'.join(map(str, self.min_capability))}"
         return None
 

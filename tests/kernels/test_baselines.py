@@ -43,9 +43,11 @@ def _flash_attn_3() -> SimpleNamespace:
 
 
 STAND_INS = {
-    "flash_attn_2": (baselines.FlashAttention2(flash_attn_compat), PAGE_SIZE),
-    "flash_attn_3": (baselines.FlashAttention3(_flash_attn_3()), 24),
+    "flash_attn_2": (baselines.FlashAttention2(), PAGE_SIZE),
+    "flash_attn_3": (baselines.FlashAttention3(), 24),
 }
+STAND_INS["flash_attn_2"][0]._module = flash_attn_compat
+STAND_INS["flash_attn_3"][0]._module = _flash_attn_3()
 
 
 def _call(step, block_size, context_lens=CONTEXT_LENS, **sizes):

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 import types
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -39,7 +41,9 @@ def flash_attn() -> FlashAttnBackend:
         return call
 
     names = ("flash_attn_with_kvcache", "flash_attn_varlen_func")
-    return FlashAttnBackend(types.SimpleNamespace(**{name: paged(name) for name in names}))
+    module = types.SimpleNamespace(**{name: paged(name) for name in names})
+    with mock.patch.dict(sys.modules, flash_attn=module):
+        return FlashAttnBackend()
 
 
 BACKENDS = {"torch": TorchBackend, "triton": TritonBackend, "flash_attn": flash_attn}
