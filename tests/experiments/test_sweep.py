@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import json
 import os
@@ -16,7 +15,6 @@ import pandas as pd
 import pytest
 
 from experiments.harness import provenance, run_sweep, sweep
-from experiments.harness.store import write_atomically
 from experiments.harness.workers import execute
 
 
@@ -229,15 +227,6 @@ def test_a_row_whose_check_failed_is_reported_until_it_is_right(run, folder, cap
     assert f"wrong: {wrong}" in caplog.text
     assert environment(folder)["failed_checks"] == 1
     assert run(cells=2).wrong == [wrong], "reused, it is still wrong"
-
-
-def test_an_error_of_a_full_disk_names_the_path(tmp_path, monkeypatch):
-    def full(path, content):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(OSError, match=r"No space left on device: '.*rows\.csv'"):
-        write_atomically(tmp_path / "rows.csv", "1")
 
 
 def test_leftovers_of_a_killed_sweep_are_removed(run, folder):
