@@ -4,8 +4,6 @@ import math
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from cache import Trace, make_manager
 from experiments import memory_waste
@@ -13,7 +11,6 @@ from experiments.harness import InputFile, Unavailable
 from experiments.load.workloads import TraceFile
 from experiments.memory_waste import arrival_steps, serve
 
-SYSTEMS = ["max", "pow2", "oracle", "paged"]
 KINDS = ["used", "reserved", "internal", "external", "free"]
 
 
@@ -60,33 +57,6 @@ def test_memory_by_hand(system, requests, slots, steps):
     assert tuple(result.values())[:4] == steps
     assert [8 * share for share in shares(result).values()] == pytest.approx(slots)
     assert manager.num_free_blocks == 8
-
-
-@given(
-    requests=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 3)), min_size=2, max_size=12),
-    gaps=st.lists(st.floats(0, 3), min_size=12, max_size=12),
-    system=st.sampled_from(SYSTEMS),
-    block_size=st.sampled_from([1, 2, 4, 8]),
-)
-def test_every_request_is_served_and_the_shares_add_up(requests, gaps, system, block_size):
-    manager = manager_of(system, 16, block_size)
-    arrivals = [sum(gaps[:i]) for i in range(len(requests))]
-    try:
-        result = serve(trace_of(*requests), manager, arrivals)
-    except Unavailable:
-        return
-    finally:
-        assert manager.num_free_blocks == manager.num_blocks
-        manager.check_invariants()
-        assert manager.stats.num_allocations >= len(requests)
-    assert math.isclose(sum(shares(result).values()), 1)
-    assert 0 < result["used_fraction"] <= 1
-    assert result["steps"] >= max(output for _, output in requests)
-    assert (manager.stats.num_allocations == len(requests)) == (result["preemptions"] == 0)
-    if system == "paged":
-        assert result["reserved_fraction"] == result["external_fraction"] == 0
-    else:
-        assert result["preemptions"] == 0
 
 
 def test_without_a_queue_there_is_nothing_to_measure():
