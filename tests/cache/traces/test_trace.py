@@ -335,22 +335,6 @@ def test_a_request_with_a_wrong_number_of_ids_is_an_error(tmp_path, counts):
 block_lists = st.lists(st.lists(st.integers(0, 9), unique=True, max_size=6), max_size=12)
 
 
-@given(block_lists)
-def test_infinite_cache_hit_rate_is_that_of_a_plain_replay(lists):
-    seen: set[int] = set()
-    hits = total = 0
-    for blocks in lists:
-        leading = 0
-        while leading < len(blocks) and blocks[leading] in seen:
-            leading += 1
-        hits += leading
-        total += len(blocks)
-        seen.update(blocks)
-    trace = trace_of(*lists)
-    assert trace.infinite_cache_hit_rate == (hits / total if total else 0)
-    assert trace.num_unique_blocks == len(seen)
-
-
 @given(block_lists, st.randoms(use_true_random=False))
 def test_from_requests_keeps_order_and_identity(lists, random):
     timestamps = [random.choice([0, 1.5, 7]) for _ in lists]
