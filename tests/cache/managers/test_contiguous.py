@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from cache import AllocStatus, Sequence, make_manager, reservation_waste
+from cache import AllocStatus, Sequence, make_manager
 from cache.managers import Contiguous
 
 
 def manager_of(num_blocks: int = 16, block_size: int = 1, **options) -> Contiguous:
     return make_manager("contiguous", num_blocks=num_blocks, block_size=block_size, **options)
-
-
-def test_worked_example_of_a_reservation_up_to_the_maximum():
-    for manager in (
-        manager_of(2 * 8192, max_model_len=8192),
-        manager_of(1024, 16, max_model_len=8192),
-    ):
-        manager.allocate(Sequence(0, [1] * 792))
-        usage = manager.memory_usage()
-        assert round(100 * reservation_waste(usage.num_slots - usage.free, usage.used), 1) == 90.3
 
 
 def test_a_waiting_request_needs_a_run_for_all_that_it_reserves():
