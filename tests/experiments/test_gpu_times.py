@@ -8,26 +8,6 @@ import zstandard
 
 from experiments import gpu_times
 
-DECODE = {
-    "gpu": "H100-SXM",
-    "kernel": "flash_attn3",
-    "phase": "decode",
-    "q_heads": 32,
-    "kv_heads": 8,
-    "head_dim": 128,
-    "kv_dtype": "bfloat16",
-}
-
-
-def test_measured_points_come_back_exactly():
-    times = gpu_times.grid("gemm_bf16", ("m", "n", "k"), gpu="A100-SXM")
-    some = gpu_times.rows("gemm_bf16", gpu="A100-SXM").iloc[::97]
-    assert times(m=some["m"], n=some["n"], k=some["k"]) == pytest.approx(some["microseconds"] / 1e6)
-    times = gpu_times.grid("attention", ("batch_size", "context_tokens"), **DECODE)
-    for row in gpu_times.rows("attention", **DECODE).iloc[::7].itertuples():
-        seconds = times(batch_size=row.batch_size, context_tokens=row.context_tokens)
-        assert seconds == pytest.approx(row.microseconds / 1e6)
-
 
 def test_between_points_logarithms_are_linear_and_missing_large_ones_grow_in_proportion():
     points = pd.DataFrame({"a": [1, 4, 1], "b": [1, 1, 16], "s": [1.0, 16.0, 2.0]})
@@ -42,13 +22,9 @@ def test_between_points_logarithms_are_linear_and_missing_large_ones_grow_in_pro
 
 def test_what_the_tables_lack_is_listed():
     with pytest.raises(
-        ValueError, match=r"^gpu='V100' .*; it has A100-SXM, B200-SXM, H100-SXM, L40S$"
+        ValueError, match=r"kv_heads=3 .* for gpu='H100-SXM', .*; it has 1, 2, 4, 8, 64$"
     ):
-        gpu_times.rows("gemm_bf16", gpu="V100")
-    with pytest.raises(
-        ValueError, match=r"kv_heads=3 .* for gpu='H100-SXM', .*; it has 1, 2, 4, 8$"
-    ):
-        gpu_times.rows("attention", **{**DECODE, "q_heads": 64, "kv_heads": 3})
+        gpu_times.rows("attention", gpu="H100-SXM", q_heads=64, kv_heads=3)
     with pytest.raises(
         ValueError, match=r"gemm_bf16.csv.zst:1: no column kernel, only gpu, engine"
     ):
