@@ -9,7 +9,7 @@ import functools
 
 import manager_helpers
 import pytest
-from manager_helpers import ONLINE_POLICIES, cached, grow, lines_run, started, used
+from manager_helpers import cached, grow, lines_run, started
 
 from cache import Sequence, make_workload, simulate
 from cache.managers.pooled import PooledManager
@@ -144,25 +144,6 @@ def test_a_serial_replay_through_the_manager_equals_simulate(capacity):
     stats = manager.stats
     assert (stats.hit_blocks, stats.evicted_blocks) == (expected.hit_blocks, expected.evictions)
     assert 0 < stats.hit_blocks < expected.block_references
-
-
-@pytest.mark.parametrize("queue_uncached", [False, True])
-@pytest.mark.parametrize("policy", ONLINE_POLICIES)
-def test_content_comes_back_after_a_reset(policy, queue_uncached):
-    """A policy holds no key of what the pool has forgotten."""
-    manager = manager_of(3, 1, policy=policy, queue_uncached=queue_uncached)
-    for _ in range(3):
-        twins = [Sequence(i, [0]) for i in range(2)]
-        for seq in twins:
-            manager.allocate_slots(seq, 1)
-        for seq in twins:
-            manager.free(seq)
-        assert manager.reset_prefix_cache()
-        manager.check_invariants()
-        assert manager.num_free_blocks == len(free_queue(manager)) == 3
-        for tokens in ([0], [0, 1], [2, 3, 4], [0, 1, 2]):
-            used(manager, "again", tokens)
-        assert manager.reset_prefix_cache()
 
 
 @pytest.mark.parametrize(
