@@ -24,21 +24,6 @@ def test_a_damaged_table_is_found(name, caching, damage, says):
         manager.check_invariants()
 
 
-@pytest.mark.parametrize("damage", ["lost", "free and in use"])
-@pytest.mark.parametrize("name", NAMES)
-def test_a_block_that_is_lost_or_free_and_in_use(name, damage):
-    manager = manager_of(name)
-    started(manager, 0, range(9))
-    started(manager, 1, range(50, 59))
-    table = manager._tables[1]
-    if damage == "lost":
-        del manager._tables[1]
-    else:
-        manager._release(table)
-    with pytest.raises(AssertionError):
-        manager.check_invariants()
-
-
 def child_of_root(manager):
     return next(iter(manager.tree.root.children.values()))
 
