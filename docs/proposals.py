@@ -78,10 +78,11 @@ def _queue() -> str:
 
 
 def _results(experiment: str) -> tuple[pd.DataFrame, str]:
-    """The committed rows, and the commit that measured them."""
+    """The committed rows, and the commits that measured them."""
     folder = _RESULTS / experiment / "cpu"
-    commit = json.loads((folder / "environment.json").read_text())["commit"]
-    return pd.read_csv(folder / "rows.csv"), commit[:7]
+    environment = json.loads((folder / "environment.json").read_text())
+    runs = [environment, *environment["earlier_runs"]]
+    return pd.read_csv(folder / "rows.csv"), " and ".join(run["commit"][:7] for run in runs)
 
 
 def _row(cells: list[str]) -> str:
