@@ -69,7 +69,8 @@ class Gittins(ClassPolicy):
                     hits += returns
                     space += BIN_WIDTHS[bin_] * (out - returns / 2.0)
                     out -= returns
-                    index = max(index, hits / space)
+                    if hits > index * space:
+                        index = hits / space
                 if class_ >= 2 * _GROUP:
                     index = max(index, worths[class_ - _GROUP, age])
                 worths[class_, age] = index
