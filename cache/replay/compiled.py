@@ -208,11 +208,9 @@ def compile_replay(priority: Callable[..., float], has_own: bool) -> Callable:
                         last_ghost += 1
                         victim.ghost = last_ghost
                         live_ghosts += 1
-                    while live_ghosts > num_ghosts:
-                        first_ghost += 1
-                        if blocks[ghosts[first_ghost - 1]].ghost == first_ghost:
-                            blocks[ghosts[first_ghost - 1]].ghost = 0
-                            live_ghosts -= 1
+                    if live_ghosts > num_ghosts:
+                        first_ghost = forget_oldest(blocks, ghosts, first_ghost)
+                        live_ghosts -= 1
                 block.resident = True
                 block.queued = False
                 block.priority = np.nan
@@ -318,6 +316,17 @@ def borrowed(array):
     instructions that take up to two thirds of the time.
     """
     return numba.carray(_as_pointer(array.ctypes.data), array.shape, array.dtype)
+
+
+@numba.njit
+def forget_oldest(blocks, ghosts, first_ghost):
+    """Forget the oldest of ``ghosts`` that is one still; returns the place of the next."""
+    while True:
+        ghost = blocks[ghosts[first_ghost]]
+        first_ghost += 1
+        if ghost.ghost == first_ghost:
+            ghost.ghost = 0
+            return first_ghost
 
 
 @numba.njit(inline="always")

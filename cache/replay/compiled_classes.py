@@ -27,7 +27,7 @@ from cache.policies.classes import (
     wrong_worth,
 )
 from cache.policies.queues import num_ghosts
-from cache.replay.compiled import borrowed, is_built_in, warmed_up
+from cache.replay.compiled import borrowed, forget_oldest, is_built_in, warmed_up
 from cache.traces.trace import Trace
 
 _BLOCK = np.dtype(
@@ -35,7 +35,7 @@ _BLOCK = np.dtype(
         ("released_ms", np.float64),
         ("weight", np.float64),
         ("number", np.int64),  # blocks released before it
-        ("uses", np.int32),  # releases; 0: none is remembered
+        ("uses", np.int32),  # releases that are remembered; of a block in the pool
         ("class_", np.int32),
         ("older", np.int32),  # neighbours in the list
         ("newer", np.int32),
@@ -148,17 +148,16 @@ def _compile(classify, learn, num_classes: int, name: str) -> Callable:
                     last_ghost += 1
                     victim.ghost = last_ghost
                     live_ghosts += 1
-                    while live_ghosts > num_ghosts:
-                        first_ghost += 1
-                        oldest = blocks[ghosts[first_ghost - 1]]
-                        if oldest.ghost == first_ghost:
-                            oldest.ghost = oldest.uses = 0
-                            live_ghosts -= 1
+                    if live_ghosts > num_ghosts:
+                        first_ghost = forget_oldest(blocks, ghosts, first_ghost)
+                        live_ghosts -= 1
                 block.resident = True
                 if block.ghost:
                     gone[block.class_] -= block.weight
                     block.ghost = 0
                     live_ghosts -= 1
+                else:
+                    block.uses = 0
 
             if num_releases >= learn_at:
                 learn(returned, gone, worths)
