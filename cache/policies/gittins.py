@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from cache.policies.base import Request
-from cache.policies.classes import BIN_WIDTHS, ClassPolicy, bits
+from cache.policies.classes import BIN_WIDTHS, NUM_BINS, ClassPolicy, bits
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,27 +50,23 @@ class Gittins(ClassPolicy):
         integral of S from a to T: the hits per block and time if a block of age a is kept until T
         at most.  It is raised to that of fewer uses, so that a prompt goes from its end.
         """
-        num_classes, num_bins = returned.shape
         hazards = 0.0 * returned
-        reached = gone.copy()
-        for bin_ in range(num_bins - 1, -1, -1):
-            reached += returned[:, bin_]
-            for begin in range(0, num_classes, _GROUP):
-                group = slice(begin, begin + _GROUP)
-                of_group = returned[group, bin_].sum() / (reached[group].sum() + _SHRINKAGE)
-                for class_ in range(begin, min(begin + _GROUP, num_classes)):
-                    returns = returned[class_, bin_] + _SHRINKAGE * of_group
-                    hazards[class_, bin_] = returns / (reached[class_] + _SHRINKAGE)
-        for class_ in range(num_classes):
-            for age in range(num_bins):
-                hits, space, out, index = 0.0, 0.0, 1.0, 0.0
-                for bin_ in range(age, num_bins):
-                    returns = out * hazards[class_, bin_]
-                    hits += returns
-                    space += BIN_WIDTHS[bin_] * (out - returns / 2.0)
-                    out -= returns
-                    if hits > index * space:
-                        index = hits / space
-                if class_ >= 2 * _GROUP:
-                    index = max(index, worths[class_ - _GROUP, age])
+        for begin in range(0, len(gone), _GROUP):
+            reached = gone[begin : begin + _GROUP].copy()
+            for bin_ in range(NUM_BINS - 1, -1, -1):
+                back = returned[begin : begin + _GROUP, bin_]
+                reached += back
+                of_group = back.sum() / (reached.sum() + _SHRINKAGE)
+                for place in range(_GROUP):
+                    returns = back[place] + _SHRINKAGE * of_group
+                    hazards[begin + place, bin_] = returns / (reached[place] + _SHRINKAGE)
+        for class_ in range(len(gone)):
+            for age in range(NUM_BINS):
+                out, space = 1.0, 0.0
+                index = worths[class_ - _GROUP, age] if class_ >= 2 * _GROUP else 0.0
+                for bin_ in range(age, NUM_BINS):
+                    space += BIN_WIDTHS[bin_] * out * (1.0 - hazards[class_, bin_] / 2.0)
+                    out *= 1.0 - hazards[class_, bin_]
+                    if 1.0 - out > index * space:
+                        index = (1.0 - out) / space
                 worths[class_, age] = index

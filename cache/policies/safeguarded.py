@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from itertools import takewhile
 
 from cache.policies.base import EvictionPolicy, wrong_victim
 from cache.policies.leaves import LeafPolicy, Node
@@ -47,20 +46,17 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
         self._balance = 0.0
         self._missing: set[Hashable] = set()
         self._lru: OrderedDict[Hashable, None] = OrderedDict()
-        self._aside: set[int] = set()  # its leaves are in one of the next two
-        self._lru_lacks: OrderedDict[int, Node] = OrderedDict()
-        self._lru_holds: OrderedDict[int, Node] = OrderedDict()
+        self._aside: set[int] = set()  # its leaves, first what LRU lacks, are in _leaves
         self._is_followed = False
 
     def look_up(self, keys: Sequence[Hashable]) -> None:
         super().look_up(keys)
-        self._follow(keys, len([*takewhile(self._with_key.__contains__, keys)]))
+        self._follow(keys, sum(key in self._with_key for key in keys))
         self._is_followed = True
 
     def _follow(self, keys: Sequence[Hashable], hits: int) -> None:
-        """LRU serves a request for ``keys``, of which this pool held the first ``hits``."""
-        hits_of_lru = len([*takewhile(self._lru.__contains__, keys)])
-        self._balance += hits - hits_of_lru + self.budget * len(keys)
+        """LRU serves a request for ``keys``, of which this pool held ``hits``."""
+        self._balance += hits - sum(key in self._lru for key in keys) + self.budget * len(keys)
         self._balance = min(self._balance, self._capacity)
         self._missing.difference_update(keys)
         for key in reversed(keys):
@@ -69,13 +65,9 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
         while len(self._lru) > self._capacity:
             key, _ = self._lru.popitem(last=False)
             self._missing.discard(key)
-            node = self._with_key.get(key)
-            if node and self._lru_holds.pop(node.block, None):
-                self._lru_lacks[node.block] = node
-
-    def insert(self, block: int, key: Hashable, parent: Hashable | None, depth: int) -> None:
-        super().insert(block, key, parent, depth)
-        self._missing.discard(key)
+            if (node := self._with_key.get(key)) in self._leaves:
+                self._leaves.remove(node)
+                self._offer(node)
 
     def pin(self, block: int) -> None:
         super().pin(block)
@@ -98,23 +90,21 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
 
     def _offer(self, node: Node) -> None:
         if node.block in self._aside:
-            leaves = self._lru_holds if node.key in self._lru else self._lru_lacks
-            leaves[node.block] = node
+            self._leaves.push(node, node.key in self._lru)
 
     def _withdraw(self, node: Node) -> None:
-        self._lru_lacks.pop(node.block, None)
-        self._lru_holds.pop(node.block, None)
+        if node.block in self._aside:
+            self._leaves.remove(node)
 
     def _take(self) -> Node | None:
         may_lose = len(self._missing) + 1 <= self._balance
-        while not (leaves := self._lru_lacks or (self._lru_holds if may_lose else {})):
-            if not len(self.policy):  # only where requests overlap
-                return None
+        # Where requests overlap, ``policy`` may have no other block.
+        while (not self._leaves or self._leaves.first()[0] > may_lose) and len(self.policy):
             block = self.policy.evict()
             if block not in self._released or block in self._aside:
                 raise wrong_victim(self.policy, block)
             self._set_aside(self._nodes[block])
-        return next(iter(leaves.values()))
+        return super()._take()
 
     def _set_aside(self, node: Node) -> None:
         """``policy`` has given up ``node``: it goes, and before it whatever continues it."""
@@ -133,7 +123,6 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
             self._aside.remove(node.block)
         else:
             self.policy.remove(node.block)
-        self._withdraw(node)
         if node.key in self._lru:
             self._missing.add(node.key)
         super()._give_up(node)
