@@ -72,6 +72,7 @@ class BlockPool:
         self.block_hashes: list[bytes | None] = [None] * num_blocks
         self._holders: dict[bytes, int] = {}  # hash -> the oldest block with this content
         self._duplicates: dict[bytes, list[int]] = {}  # hash -> the younger ones, by age
+        self._reports_requests = type(policy).look_up is not EvictionPolicy.look_up
         self._reports_misses = type(policy).miss is not EvictionPolicy.miss
         self._reports_content = type(policy).insert is not EvictionPolicy.insert
 
@@ -130,8 +131,8 @@ class BlockPool:
         if first < last and not self._reports_misses:
             self._publish(blocks, hashes, first, last)
 
-    def revive(self, hits: Sequence[int], count: int = 0) -> None:
-        """Add a user to each of ``hits``, which ``lookup`` found, whether or not it has one.
+    def revive(self, hits: Sequence[int], count: int = 0, hashes: Sequence[bytes] = ()) -> None:
+        """Add a user to each of ``hits``, which ``lookup`` found in a request for ``hashes``.
 
         They leave the free blocks, so the request that hit them does not evict them.  Raises
         OutOfBlocks, changing nothing, unless ``count`` more blocks are free.
@@ -140,6 +141,8 @@ class BlockPool:
         revived = [block for block in hits if not ref_counts[block]]
         check_free(count + len(revived), self.num_free_blocks)
         self.num_free_blocks -= len(revived)
+        if self._reports_requests:
+            self.policy.look_up(hashes)
         if revived:
             self.policy.pin_many(revived)
         for block in hits:

@@ -110,7 +110,8 @@ class PooledManager(CacheManager):
     def _begin(self, table: PooledTable, hit: Hit, end: int) -> Copies:
         num_hits, num_given_back = len(hit.blocks), hit.blocks.count(GIVEN_BACK)  # these come first
         held = hit.blocks[num_given_back:]
-        self.pool.revive(held, self._num_blocks_of(table, 0, end) - num_hits)
+        hashes = self._hasher.block_hashes(table.seq) if self.enable_prefix_caching else ()
+        self.pool.revive(held, self._num_blocks_of(table, 0, end) - num_hits, hashes)
         if self._listener:
             self._notify_policy(table.seq)
         table.blocks = list(hit.blocks)

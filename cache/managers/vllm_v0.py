@@ -211,6 +211,8 @@ class VLLMv0(CacheManager):
         check_free(self._num_planned(plan), self.gpu.num_free_blocks)
         if not table.blocks:
             self._notify_policy(table.seq)
+            if self.enable_prefix_caching:
+                self.gpu.evictor.look_up(self._hashes(table.seq))
         self._mark_as_computed(table)
         hits = [growth for growth in plan if growth[-1] is not None]
         for position, _, own, _ in hits:  # order: frees, then hits, then new blocks

@@ -84,8 +84,8 @@ class EvictionPolicy(abc.ABC):
     def look_up(self, keys: Sequence[Hashable]) -> None:  # noqa: B027
         """A request asks for the contents ``keys``, from the head of its prompt.
 
-        Optional; called before the request pins, misses or evicts anything.  ``cache.simulate``
-        calls it, managers do not.
+        Optional; called before the request pins, misses or evicts anything.  All call it but
+        ``radix``.
         """
 
     def expect(self, place: tuple[int, ...], keys: Sequence[Hashable]) -> None:  # noqa: B027
@@ -185,6 +185,8 @@ def check_victims(
     """
     if type(policy).__module__.startswith("cache."):
         return
+    if not isinstance(victims, Collection):
+        raise RuntimeError(f"policy {policy.name!r}: evict_many({count}) gave {victims!r}, no list")
     seen = set()
     for victim in victims:
         is_block = isinstance(victim, Integral) and victim >= 0

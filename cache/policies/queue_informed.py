@@ -6,7 +6,7 @@ import bisect
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
-from cache.policies.base import EvictionPolicy
+from cache.policies.base import EvictionPolicy, wrong_victim
 from cache.policies.lazy_heap import LazyHeap
 from cache.policies.wrapping import WrappingPolicy
 
@@ -30,6 +30,7 @@ class QueueInformed(WrappingPolicy):
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
         super().start(capacity, next_use)
         self._contents: dict[int, tuple[Hashable, Hashable | None, int]] = {}
+        self._released: set[int] = set()  # the blocks of ``policy``
         self._line: dict[tuple[int, ...], Sequence[Hashable]] = {}
         self._wanted: dict[Hashable, list[tuple[int, ...]]] = {}  # key to places, sorted
         self._spared = LazyHeap()  # blocks taken from ``policy``, wanted last first
@@ -65,20 +66,26 @@ class QueueInformed(WrappingPolicy):
     def pin(self, block: int) -> None:
         if block not in self._spared:
             self.policy.pin(block)
+            self._released.remove(block)
         else:
             self._take(block)
             self.policy.miss(self._contents[block][0])
             self.policy.insert(block, *self._contents[block])
 
     def release(self, block: int) -> None:
-        self.policy.release(block)
+        self.release_many((block,))
 
     def release_many(self, blocks: Iterable[int]) -> None:
+        blocks = list(blocks)
         self.policy.release_many(blocks)
+        self._released.update(blocks)
 
     def evict(self) -> int:
         while len(self.policy) and not self._has_unwanted():
             block = self.policy.evict()
+            if block not in self._released:
+                raise wrong_victim(self.policy, block)
+            self._released.remove(block)
             if self._contents[block][0] not in self._wanted:
                 break
             self._spare(block)

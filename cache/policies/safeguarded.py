@@ -15,16 +15,14 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
     """``policy``, with at most ``budget`` hits per block reference fewer than LRU (PageLab).
 
     It follows an LRU cache of its size.  The *balance* is its hits less LRU's hits plus
-    ``budget`` x references; what exceeds the capacity is lost.  *Missing* are the blocks that LRU
-    holds and the pool does not.  What ``policy`` gives up, and before it what continues it, is
-    set aside until it may go: no resident block continues it, and either LRU does not hold it or
-    missing + 1 <= balance.  Without any such block ``policy`` is asked again.  So every block
-    before a present block is present too, missing never exceeds balance, and each missing block
-    can cost one hit.
+    ``budget`` x references, and at most the capacity.  *Missing* are the blocks that LRU holds and
+    the pool does not.  A block that ``policy`` gives up is set aside with the blocks that continue
+    it.  Of the leaves set aside, one that LRU does not hold is evicted.  If there is none, one that
+    LRU holds is evicted if missing + 1 <= balance; otherwise ``policy`` is asked again.
 
-    Proven for serial replay of traces whose ids are unique to their prefix, from the first request
-    on: docs/eviction-study.md.  In a manager requests overlap, LRU is followed at each release, and
-    nothing is proven.
+    In serial replay of traces whose ids are unique to their prefix the bound is proven, from the
+    first request on: docs/eviction-study.md.  In managers requests overlap, and nothing is proven.
+    ``radix`` ranks nodes and does not call ``look_up``: there nothing is bounded.
 
     ``policy`` is a name (``options`` are its options) or an object that defines ``remove``.  Raises
     ValueError for a negative or infinite ``budget`` or a policy that cannot remove blocks.
@@ -47,17 +45,16 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
         self._missing: set[Hashable] = set()
         self._lru: OrderedDict[Hashable, None] = OrderedDict()
         self._aside: set[int] = set()  # its leaves, first what LRU lacks, are in _leaves
-        self._is_followed = False
 
     def look_up(self, keys: Sequence[Hashable]) -> None:
         super().look_up(keys)
-        self._follow(keys, sum(key in self._with_key for key in keys))
-        self._is_followed = True
-
-    def _follow(self, keys: Sequence[Hashable], hits: int) -> None:
-        """LRU serves a request for ``keys``, of which this pool held ``hits``."""
+        hits = sum(key in self._with_key for key in keys)
         self._balance += hits - sum(key in self._lru for key in keys) + self.budget * len(keys)
         self._balance = min(self._balance, self._capacity)
+        self._use(keys)
+
+    def _use(self, keys: Sequence[Hashable]) -> None:
+        """LRU uses ``keys``, and this pool holds them or is about to."""
         self._missing.difference_update(keys)
         for key in reversed(keys):
             self._lru[key] = None
@@ -65,9 +62,16 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
         while len(self._lru) > self._capacity:
             key, _ = self._lru.popitem(last=False)
             self._missing.discard(key)
-            if (node := self._with_key.get(key)) in self._leaves:
+            node = self._with_key.get(key)
+            if node and not node.released:
+                self._lru[key] = None  # in use: LRU keeps it, too
+            elif node in self._leaves:
                 self._leaves.remove(node)
                 self._offer(node)
+
+    def insert(self, block: int, key: Hashable, parent: Hashable | None, depth: int) -> None:
+        super().insert(block, key, parent, depth)
+        self._use([key])
 
     def pin(self, block: int) -> None:
         super().pin(block)
@@ -80,12 +84,7 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
             self.policy.insert(block, node.key, node.parent and node.parent.key, node.depth)
 
     def _access(self, nodes: list[Node]) -> None:
-        if not self._is_followed:
-            hits = sum(node.memo is not None for node in nodes)  # released before
-            self._follow([node.key for node in reversed(nodes)], hits)
-        self._is_followed = False
-        for node in nodes:
-            node.memo = ()
+        self._use([node.key for node in reversed(nodes)])
         self.policy.release_many([node.block for node in nodes])
 
     def _offer(self, node: Node) -> None:

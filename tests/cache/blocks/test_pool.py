@@ -121,13 +121,12 @@ def test_a_policy_that_gives_up_what_it_must_not_is_named(victims, wrong):
         pool.allocate(3)
 
 
-@pytest.mark.parametrize("victims", [[], [2], [3, 2, 1]])
+@pytest.mark.parametrize("victims", [[], [2], [3, 2, 1], None, iter([3, 2])])
 def test_a_policy_that_evicts_too_few_or_too_many_blocks_is_named(victims):
     policy = type("Careless", (LRU,), {"evict_many": lambda self, count: victims})()
     pool = pool_of(4, policy)
     pool.free(cached(pool, A, B, C, D))
-    message = rf"'Careless': evict_many\(2\) gave {len(victims)} blocks"
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(RuntimeError, match=r"'Careless': evict_many\(2\) gave "):
         pool.allocate(2)
 
 

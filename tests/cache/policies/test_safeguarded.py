@@ -132,20 +132,39 @@ def test_the_bound_holds_against_requests_for_what_is_missing(name):
     assert most_missing or name == "gittins", "it was tempted"
 
 
-def test_a_manager_runs_it_and_forgets_with_it():
-    policy = make_policy("safeguarded", policy="mru", budget=0.5)
-    manager = cache.make_manager("vllm_v1", num_blocks=8, block_size=1, policy=policy)
-    generator = np.random.default_rng(0)
-    for number in range(60):
-        seq = cache.Sequence(number, generator.integers(0, 3, 5).tolist())
-        manager.allocate(seq)
-        manager.free(seq)
-        manager.check_invariants()
-        assert len(policy._lru) <= 8
-        held = set(policy._with_key)
-        assert policy._missing == {key for key in policy._lru if key not in held}
-    assert manager.reset_prefix_cache()
-    assert not len(policy)
+@pytest.mark.parametrize("design", ["vllm_v1", "nano_vllm"])
+@given(
+    prompts=st.lists(
+        st.none() | st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=20, max_size=80
+    ),
+    wrapped=st.sampled_from(["gittins", "mru"]),
+)
+def test_in_a_manager_it_follows_what_lru_would_hold(design, prompts, wrapped):
+    """Requests overlap.  None: the oldest one ends."""
+    policy = make_policy("safeguarded", policy=wrapped, budget=0.5)
+    options = {"num_blocks": 26, "block_size": 1}
+    managers = [cache.make_manager(design, policy=one, **options) for one in ("lru", policy)]
+    running = []
+    for number, prompt in enumerate(prompts):
+        if prompt:
+            tokens = [*prompt, 100 + number]  # the last block is computed again if it is known
+            running.append([cache.Sequence(number, tokens) for _ in managers])
+            for manager, seq in zip(managers, running[-1], strict=True):
+                manager.allocate(seq)
+                seq.append_token(number)
+                manager.append(seq)
+        if running and (not prompt or len(running) == 3):
+            for manager, seq in zip(managers, running.pop(0), strict=True):
+                manager.free(seq)
+        lru = managers[0].pool.block_hashes
+        assert set(policy._lru) == {key for key in lru if key is not None}
+        assert policy._missing == policy._lru.keys() - policy._with_key.keys()
+        managers[1].check_invariants()
+    for seq in running:
+        managers[1].free(seq[1])
+    if managers[1].can_reset:
+        assert managers[1].reset_prefix_cache()
+        assert not len(policy)
 
 
 class Bare(EvictionPolicy):
@@ -173,9 +192,10 @@ class WrongVictim(Gittins):
         return super().evict() + 1000
 
 
-def test_a_wrong_victim_of_the_wrapped_policy_is_named():
+@pytest.mark.parametrize("wrapper", ["safeguarded", "queue_informed"])
+def test_a_wrong_victim_of_the_wrapped_policy_is_named(wrapper):
     trace = trace_of([(at,) for at in (0, 1, 0, 1, 2, 3, 4)])
-    policy = make_policy("safeguarded", policy=WrongVictim(), budget=1.0)
+    policy = make_policy(wrapper, policy=WrongVictim())
     with pytest.raises(RuntimeError, match="policy 'WrongVictim'"):
         cache.simulate(trace, policy=policy, capacity_blocks=2)
 
@@ -187,7 +207,8 @@ class Forgetful(cache.policies.POLICIES["fifo"]):
         return min(self)
 
 
-def test_a_policy_that_gives_up_a_block_twice_is_named():
-    policy = make_policy("safeguarded", policy=Forgetful(), budget=1.0)
+@pytest.mark.parametrize("wrapper", ["safeguarded", "queue_informed"])
+def test_a_policy_that_gives_up_a_block_twice_is_named(wrapper):
+    policy = make_policy(wrapper, policy=Forgetful())
     with pytest.raises(RuntimeError, match=r"'Forgetful': .* gave 0, not a released"):
         cache.simulate(trace_of([(at,) for at in range(4)]), policy=policy, capacity_blocks=2)
