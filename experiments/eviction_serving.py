@@ -60,7 +60,7 @@ class EvictionServing(OnTraces):
     policy: Repeated[Axis[Policy]] = ()
     """A policy by name, or your own as file.py:Class.
 
-    None: lru, fifo, lfu, ttl, safeguarded."""
+    None: lru, fifo, lfu, ttl, session_end, safeguarded."""
     pool_gib: Axis[Positive] = (48.0, 192.0, 768.0)
     """Memory for K/V."""
     host_gib: Axis[Positive] = (128.0, 512.0, 2048.0)
@@ -76,7 +76,7 @@ class EvictionServing(OnTraces):
 def cells(options: EvictionServing) -> Iterator[EvictionServing]:
     """Policies and the two bounds."""
     traces = [*options.sources(options.num_requests)]
-    default = ("lru", "fifo", "lfu", "ttl", "safeguarded")
+    default = ("lru", "fifo", "lfu", "ttl", "session_end", "safeguarded")
     policies = [*map(named_policy, options.policy or default)]
     for trace in traces:
         alone = {"trace": [trace], "host_gib": [0.0]}

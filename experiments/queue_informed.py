@@ -45,7 +45,7 @@ class QueueInformedEviction(OnTraces):
     """The grid: traces x loads x pools x policies."""
 
     policy: Axis[Literal[tuple(_LOOKS)]] = tuple(_LOOKS)
-    load: Axis[Positive] = (0.7, 1.0, 2.0, 4.0, 8.0)
+    load: Axis[Positive] = (0.7, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
     """Prompt tokens that arrive per second, over those that the clock computes."""
     capacity_percent: Axis[Percent] = (20.0,)
     """Blocks of the pool, in percent of the unique blocks."""

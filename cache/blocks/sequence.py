@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from array import array
 from collections.abc import Hashable, Iterable
 from typing import NamedTuple, Self
@@ -46,8 +45,8 @@ class Sequence:
             scheduled step.
         table_version: rises whenever the block table may have changed, so that data derived from
             the table can be kept until then.
-        calls_tool: 1 if its output ends in the call of a tool, 0 if not, NaN if the owner does not
-            say; for the eviction policy.
+        hints: ``calls_tool`` and ``ends_session`` of the policies' ``Request``, as far as its owner
+            says them; told to the policy when the sequence has finished.
         keyed_length: no block that begins at or after this position has extra keys.
         hash_chains: digests of the full blocks by (algorithm, block size), maintained by
             :class:`cache.blocks.hashing.BlockHasher`.
@@ -74,7 +73,7 @@ class Sequence:
         self.num_cached_tokens = 0
         self.num_computed_tokens = 0
         self.table_version = 0
-        self.calls_tool = math.nan
+        self.hints: tuple[float, ...] = ()
         self.lora_name = _check_key("lora_name", lora_name, str | int)
         self.cache_salt = _check_key("cache_salt", cache_salt, str | bytes)
         self.mm_inputs = _check_mm_inputs(mm_inputs, self.num_prompt_tokens)

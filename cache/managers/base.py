@@ -359,13 +359,14 @@ class CacheManager(abc.ABC):
         child.num_cached_tokens = child.num_computed_tokens = stored
         child.table_version += 1
 
-    def free(self, seq: Sequence) -> None:
-        """Take back the blocks of ``seq``, which is finished or preempted.
+    def free(self, seq: Sequence, is_finished: bool = True) -> None:
+        """Take back the blocks of ``seq``, which is finished or, if not, preempted.
 
         Sets its counters to 0.
         """
         table = self._table_of(seq)
-        self._notify_policy(table.seq, table.seq.num_tokens - table.seq.num_prompt_tokens)
+        hints = table.seq.hints if is_finished else ()
+        self._notify_policy(table.seq, table.seq.num_tokens - table.seq.num_prompt_tokens, hints)
         self._release(table)
         del self._tables[seq.seq_id]
         self._version += 1
@@ -472,14 +473,15 @@ class CacheManager(abc.ABC):
         if not offered:
             raise UnsupportedByDesign(self.name, feature)
 
-    def _notify_policy(self, seq: Sequence, output_tokens: float = math.nan) -> None:
+    def _notify_policy(
+        self, seq: Sequence, output_tokens: float = math.nan, hints: Items[float] = ()
+    ) -> None:
         """Notify the policy which request the next calls are for."""
         if self._listener:
             time_ms = 1000 * self.clock() if self.clock else math.nan
             prompt = seq.num_prompt_tokens
             blocks = prompt // self.block_size
-            tool = math.nan if math.isnan(output_tokens) else seq.calls_tool
-            self._listener(Request(time_ms, prompt, output_tokens, blocks, tool))
+            self._listener(Request(time_ms, prompt, output_tokens, blocks, *hints))
 
     @abc.abstractmethod
     def _extend(self, table: Any, start: int, end: int) -> Copies:

@@ -46,6 +46,8 @@ class Request(NamedTuple):
     """Blocks of its prompt; a partly filled last one counts where a trace numbers it."""
     calls_tool: float = math.nan
     """1 if its output ends in the call of a tool, 0 if not; known from the release on."""
+    ends_session: float = math.nan
+    """1 if no request of its session follows, 0 if one does; known from the release on."""
 
 
 UNKNOWN_REQUEST = Request(math.nan, math.nan, math.nan, math.nan)

@@ -64,7 +64,7 @@ def _warmed_up(priority, needs_future: bool, own_dtype):
     own = np.ones(1, own_dtype)[0] if own_dtype else None
     arguments = (
         np.zeros(1, np.int32), np.array([0, 1]), 1, 1, needs_future,
-        np.zeros(1), one, one, np.zeros(1), 0, own,
+        np.zeros(1), one, one, np.zeros((1, 2)), 0, own,
     )  # fmt: skip
     tolerated = (ArithmeticError, ValueError) if own_dtype else ()
     return warmed_up(replay, arguments, priority.__qualname__, tolerated)
@@ -98,7 +98,7 @@ def _replay(compiled, policy: PriorityPolicy, trace: Trace, capacity: int):
         trace.timestamps_ms,
         trace.input_lengths,
         trace.output_lengths,
-        trace.calls_tool,
+        trace.hints,
         num_ghosts(policy, capacity),
         policy.own_state(capacity),
     )
@@ -108,7 +108,7 @@ def compile_replay(priority: Callable[..., float], has_own: bool) -> Callable:
     """Compile the replay for one priority function, with a second argument if it ``has_own``.
 
     Returns ``replay(block_ids, offsets, num_unique, capacity, needs_future, times_ms, prompts,
-    outputs, tools, num_ghosts, own)`` -> ``(hit_blocks, evictions)``, of each request.  Raises
+    outputs, hints, num_ghosts, own)`` -> ``(hit_blocks, evictions)``, of each request.  Raises
     numba's own error, at the first call, if numba cannot compile ``priority``.  Replays of built-in
     policies are cached on disk beside this file (``NUMBA_CACHE_DIR`` moves them).
 
@@ -140,7 +140,7 @@ def compile_replay(priority: Callable[..., float], has_own: bool) -> Callable:
 
     def run(
         block_ids, offsets, capacity, next_uses, blocks, queues,
-        times_ms, prompts, outputs, tools, num_ghosts, own,
+        times_ms, prompts, outputs, hints, num_ghosts, own,
     ):  # fmt: skip
         blocks, rising, heap = borrowed(blocks), borrowed(queues[0]), borrowed(queues[1])
         num_requests = len(offsets) - 1
@@ -235,7 +235,8 @@ def compile_replay(priority: Callable[..., float], has_own: bool) -> Callable:
                 float(prompts[request]),
                 float(outputs[request]),
                 float(offsets[request + 1] - start),
-                tools[request],
+                hints[request, 0],
+                hints[request, 1],
             )
             for at in range(end - 1, start - 1, -1):
                 block_id = block_ids[at]

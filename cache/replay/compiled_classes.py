@@ -57,7 +57,7 @@ def replay_of(policy: ClassPolicy) -> Callable | None:
 @functools.cache
 def _warmed_up(classify, learn, num_classes: int, name: str) -> Callable | None:
     one = np.ones(1)
-    arguments = np.zeros(1, np.int32), np.array([0, 1]), 1, one, one, one, one, 0
+    arguments = np.zeros(1, np.int32), np.array([0, 1]), 1, one, one, one, np.ones((1, 2)), 0
     run = _compile(classify, learn, num_classes, name)
     blocks = _no_blocks(1, num_classes)
     return warmed_up(run, (*arguments, blocks), name, (ArithmeticError, ValueError))
@@ -78,7 +78,7 @@ def _replay(run, policy: ClassPolicy, trace: Trace, capacity: int):
         trace.timestamps_ms,
         trace.input_lengths.astype(np.float64),
         trace.output_lengths.astype(np.float64),
-        trace.calls_tool,
+        trace.hints,
         num_ghosts(policy, capacity),
         _no_blocks(trace.num_unique_blocks, policy.num_classes),
     )
@@ -104,7 +104,7 @@ def _compile(classify, learn, num_classes: int, name: str) -> Callable:
                     least, least_worth, number = end, worth, head.number
         return least
 
-    def run(block_ids, offsets, capacity, times_ms, prompts, outputs, tools, num_ghosts, blocks):
+    def run(block_ids, offsets, capacity, times_ms, prompts, outputs, hints, num_ghosts, blocks):
         blocks = borrowed(blocks)
         first_end = len(blocks) - num_classes
         num_requests = len(offsets) - 1
@@ -169,9 +169,13 @@ def _compile(classify, learn, num_classes: int, name: str) -> Callable:
                 if blocks[block_id].uses:
                     idle = now - blocks[block_id].released_ms
                     break
-            num_blocks = float(offsets[request + 1] - start)
             facts = Request(
-                times_ms[request], prompts[request], outputs[request], num_blocks, tools[request]
+                times_ms[request],
+                prompts[request],
+                outputs[request],
+                float(offsets[request + 1] - start),
+                hints[request, 0],
+                hints[request, 1],
             )
             weight = 1.0 / math.sqrt(max(len(ids), 1))
             is_end = True

@@ -110,7 +110,7 @@ def simulate_serving(
         outputs[served].tolist(),
         arrivals_s.tolist(),
         previous=previous,
-        calls_tool=trace.calls_tool[served].tolist(),
+        hints=trace.hints[served].tolist(),
         service=service,
     )
     num_steps = max(len(run.steps), 1)

@@ -207,7 +207,7 @@ def serve(
     arrivals_s: Sequence[float],
     *,
     previous: Sequence[int | None] | None = None,
-    calls_tool: Sequence[float] | None = None,
+    hints: Sequence[Sequence[float]] | None = None,
     service: Clock | None = None,
     sampling: Mapping[str, Any] = MappingProxyType({}),
 ) -> Run:
@@ -216,7 +216,7 @@ def serve(
     prompts: read one by one, when they arrive.
     arrivals_s: in seconds from now, or from the end of the previous request if there is one.
     previous: for each request the earlier one that is finished before it arrives, or None.
-    calls_tool: whether each output ends in the call of a tool, for the policy.
+    hints: ``Sequence.hints`` of each request.
     service: gives the duration of each step.  None: real time.
     sampling: further ``SamplingParams`` of every request, as ``{"n": 4}``.
 
@@ -228,8 +228,8 @@ def serve(
     engine.runner.run = watch.run
     try:
         arrivals = _Arrivals(arrivals_s, previous or [None] * len(prompts))
-        tools = calls_tool or [math.nan] * len(prompts)
-        return _serve(engine, watch, prompts, output_lengths, arrivals, tools, sampling)
+        hints = hints or [()] * len(prompts)
+        return _serve(engine, watch, prompts, output_lengths, arrivals, hints, sampling)
     finally:
         engine.clock = engine.manager.clock = clock
         engine.runner.run = compute
@@ -299,7 +299,7 @@ def _serve(
     prompts: Sequence[Sequence[int]],
     output_lengths: Sequence[int],
     arrivals: _Arrivals,
-    calls_tool: Sequence[float],
+    hints: Sequence[Sequence[float]],
     sampling: Mapping[str, Any],
 ) -> Run:
     clock, run = watch.clock, Run()
@@ -314,7 +314,7 @@ def _serve(
             params = SamplingParams(**fixed, **sampling)
             request = engine.requests[engine.add(prompts[number], params)]
             for seq in request.sequences:
-                seq.calls_tool = calls_tool[number]
+                seq.hints = tuple(hints[number])
             numbers[request.request_id] = number
             arrived.append(request.stats)
             arrived[-1].arrival_time = begin + due

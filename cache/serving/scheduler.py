@@ -207,7 +207,7 @@ class Scheduler:
             step.swap_out += zip(self.manager.block_table(seq), seq.host_blocks, strict=False)
         else:
             seq.num_dropped_tokens = seq.num_computed_tokens
-        self.manager.free(seq)
+        self.manager.free(seq, is_finished=False)
         seq.status = Status.WAITING
         stats.num_preemptions += 1
         self.waiting.appendleft(seq)

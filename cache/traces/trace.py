@@ -150,13 +150,20 @@ class Trace:
         return int(hits.sum()) / len(self.block_ids)
 
     @cached_property
-    def calls_tool(self) -> np.ndarray:
-        """1 where an output ends in the call of a tool, else 0, ``(num_requests,)`` float64; NaN
-        where ``stop`` is not known."""
+    def hints(self) -> np.ndarray:
+        """The policies' ``Request.calls_tool`` and ``ends_session``, ``(num_requests, 2)`` float64.
+
+        From ``stop`` and ``session`` in ``columns``; NaN where these are not known.
+        """
         import numpy as np
 
         stop = self.columns.get("stop", np.full(len(self), ""))
-        return np.where(stop == "", np.nan, stop == "tool_use")
+        session = self.columns.get("session", np.full(len(self), np.nan))
+        is_last = np.zeros(len(self))
+        is_last[len(self) - 1 - np.unique(session[::-1], return_index=True)[1]] = 1
+        calls_tool = np.where(stop == "", np.nan, stop == "tool_use")
+        is_unknown = (session == "") | (session != session)  # text, or NaN
+        return np.column_stack((calls_tool, np.where(is_unknown, np.nan, is_last)))
 
     def head(self, num_requests: int) -> Trace:
         """The first ``num_requests`` requests (all, if there are fewer)."""

@@ -70,10 +70,10 @@ def test_requests_beyond_the_tables_of_the_clock_are_left_out(tmp_path):
 def test_the_grid(trace):
     cells = list(eviction_serving.EXPERIMENT.checked_cells(EvictionServing(trace=(trace,))))
     policies = [str(cell.policy) for cell in cells]
-    assert policies[18] == "infinite"
+    assert policies[21] == "infinite"
     assert set(policies) == {
-        "lru", "fifo", "lfu", "ttl", "safeguarded", "no_cache", "infinite",
+        "lru", "fifo", "lfu", "ttl", "session_end", "safeguarded", "no_cache", "infinite",
     }  # fmt: skip
-    assert len(cells) == 6 * 3 + 1 + 5 * 3
+    assert len(cells) == 7 * 3 + 1 + 6 * 3
     default = eviction_serving.EXPERIMENT.checked_cells(EvictionServing(policy=("lru",)))
     assert [cell.trace.file.path for cell in default][::10] == [*REAL_TRACES]

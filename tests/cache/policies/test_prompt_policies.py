@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -112,6 +113,7 @@ def test_frequency_cost_counts_hits_per_second_since_the_first():
 def test_session_end_gives_up_first_what_it_is_told_has_ended():
     """The second of four prompts is the last of its session, the first goes on in the fourth."""
     trace = trace_of([(0, 1), (2, 3), (4, 5), (0, 1, 6)])
+    trace.columns["session"] = np.array([1.0, 2.0, np.nan, 1.0])
     hits = {
         name: cache.simulate(trace, policy=name, capacity_blocks=4).hits.tolist()
         for name in ("lru", "session_end")

@@ -21,8 +21,12 @@ class Listener(cache.policies.POLICIES["fifo"]):
 
 def test_a_replay_reports_each_request_twice():
     listener = Listener()
-    cache.simulate(trace_of([(0, 1), (2,)]), policy=listener, capacity_blocks=2)
+    trace = trace_of([(0, 1), (2,)])
+    trace.columns["session"] = np.array(["a", ""])
+    cache.simulate(trace, policy=listener, capacity_blocks=2)
     first, at_release, second, _ = listener.told
+    assert np.isnan((first.ends_session, at_release.calls_tool)).all()
+    assert at_release.ends_session == 1.0
     assert at_release[:4] == (0.0, 8, 1, 2)
     assert np.isnan(first.output_tokens)
     assert first._replace(output_tokens=1)[:4] == at_release[:4]
@@ -42,7 +46,14 @@ def test_a_manager_reports_requests(name):
     assert listener.told[-1][:4] == (1500.0, 3, 1, 1)
     assert np.isnan((listener.told[0].output_tokens, listener.told[-1].calls_tool)).all()
     manager.clock = None
+    seq.hints = 0.0, 1.0
     manager.allocate(seq)
+    assert np.isnan(listener.told[-1].ends_session)
+    manager.free(seq, is_finished=False)
+    assert np.isnan(listener.told[-1].ends_session)
+    manager.allocate(seq)
+    manager.free(seq)
+    assert listener.told[-1][4:] == seq.hints
     assert np.isnan(listener.told[-1].time_ms)
 
 

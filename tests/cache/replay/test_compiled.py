@@ -22,7 +22,8 @@ def hits(priority) -> int:
     block_ids, offsets = np.arange(30) % 3, np.arange(31)
     times, lengths = np.zeros(30), np.ones(30, np.int64)
     replay = compile_replay(priority, has_own=False)
-    return replay(block_ids, offsets, 3, 2, False, times, lengths, lengths, times, 0, None)[0].sum()
+    facts = times, lengths, lengths, np.zeros((30, 2))
+    return replay(block_ids, offsets, 3, 2, False, *facts, 0, None)[0].sum()
 
 
 @pytest.mark.parametrize(
