@@ -6,7 +6,7 @@ import bisect
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
-from cache.policies.base import EvictionPolicy, wrong_victim
+from cache.policies.base import wrong_victim
 from cache.policies.lazy_heap import LazyHeap
 from cache.policies.wrapping import WrappingPolicy
 
@@ -23,9 +23,6 @@ class QueueInformed(WrappingPolicy):
     """
 
     name = "queue_informed"
-
-    def __init__(self, policy: str | EvictionPolicy = "lru", **options) -> None:
-        super().__init__(policy, **options)
 
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
         super().start(capacity, next_use)

@@ -14,7 +14,7 @@ class WrappingPolicy(EvictionPolicy):
     is told (``pin``, ``release``) and what is evicted.  Among several bases this one comes first.
     """
 
-    def __init__(self, policy: str | EvictionPolicy, **options) -> None:
+    def __init__(self, policy: str | EvictionPolicy = "lru", **options) -> None:
         from cache.policies import as_policy
 
         self.policy = as_policy(policy, **options)
