@@ -28,13 +28,13 @@ def gains(rows: pd.DataFrame, value: str = "block_hit_rate") -> pd.DataFrame:
     return 100 * rates.sub(rates["lru"], axis=0)
 
 
-def verdict(points: pd.Series, judged: pd.Series) -> str:
+def comparison(points: pd.Series, judged: pd.Series) -> str:
     """In how many cells it is better and worse than LRU, and by how much."""
     better, worse = (points > _SAME).sum(), (points < -_SAME).sum()
     return (
         f"better than LRU in {better} of {len(points)} cells, worse in {worse}; "
-        f"{points.min():+.1f} to {points.max():+.1f} points, mean {points.mean():+.2f} "
-        f"(last thirds {judged.mean():+.2f})"
+        f"{_signed(points.min())} to {_signed(points.max())} points, mean {_signed(points.mean())} "
+        f"(last thirds {_signed(judged.mean())})"
     )
 
 
@@ -48,9 +48,9 @@ def page() -> str:
     for proposal in proposals:
         here = [proposal["remark"]] if "remark" in proposal else []
         if policy := proposal.get("policy"):
-            here.insert(0, verdict(points[policy], judged[policy]))
-        claim = proposal.get("claim", "")
-        text += _row([proposal["name"], proposal["source"], claim, "; ".join(here)])
+            here.insert(0, comparison(points[policy], judged[policy]))
+        here = f"**{proposal['verdict']}** {'; '.join(here)}"
+        text += _row([proposal["name"], proposal["source"], proposal.get("claim", ""), here])
     for trace, of_trace in points.groupby(level="trace", sort=False):
         pools = [f"{100 * pool:g} %" for _, pool in of_trace.index]
         text += f"\n## {trace}\n\n" + _row(["points over LRU", *pools])
@@ -58,7 +58,7 @@ def page() -> str:
         shown = {p["policy"]: p["name"] for p in proposals if "policy" in p}
         shown |= {"lfu": "LFU, for HPT", "belady": "Belady's optimum"}
         for policy, name in shown.items():
-            text += _row([f"{name} (`{policy}`)", *(f"{n:+.2f}" for n in of_trace[policy])])
+            text += _row([f"{name} (`{policy}`)", *map(_signed, of_trace[policy])])
         of_lru = rates["lru"].loc[of_trace.index]
         text += _row(["hit rate of LRU, %", *(f"{rate:.1f}" for rate in of_lru)])
     return text + _queue()
@@ -73,7 +73,9 @@ def _queue() -> str:
     for (trace, load), cells in rows.groupby(["trace", "load"], sort=False):
         cells = cells.set_index("policy")
         rates = [f"{100 * cells.loc[policy, 'block_hit_rate']:.1f}" for policy in columns]
-        text += _row([trace, f"{load:g}", f"{cells.loc['lru', 'mean_waiting']:.1f}", *rates])
+        lru = cells.loc["lru"]
+        computed = f"{load * (1 - lru['block_hit_rate']):.2f}"
+        text += _row([trace, f"{load:g}", computed, f"{lru['mean_waiting']:.1f}", *rates])
     return text
 
 
@@ -82,7 +84,12 @@ def _results(experiment: str) -> tuple[pd.DataFrame, str]:
     folder = _RESULTS / experiment / "cpu"
     environment = json.loads((folder / "environment.json").read_text())
     runs = [environment, *environment["earlier_runs"]]
-    return pd.read_csv(folder / "rows.csv"), " and ".join(run["commit"][:7] for run in runs)
+    commits = " and ".join(run["commit"][:7] for run in runs)
+    return pd.read_csv(folder / "rows.csv"), f"commit{'s' * (len(runs) > 1)} {commits}"
+
+
+def _signed(points: float) -> str:
+    return f"{round(points, 2) + 0.0:+.2f}"
 
 
 def _row(cells: list[str]) -> str:
