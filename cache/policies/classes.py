@@ -24,7 +24,7 @@ NUM_BINS = 32
 BIN_BEGINS = (0.0, *(2.0**bin_ for bin_ in range(NUM_BINS - 1)))
 BIN_WIDTHS = (1.0, *BIN_BEGINS[1:])
 LEARN_FIRST = 512
-"""Releases of blocks before the first ``learn``, and the fewest between two."""
+"""Releases of blocks before the first ``learn``, and at least so many between two."""
 
 
 def bits(number: float) -> int:

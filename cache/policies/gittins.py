@@ -16,7 +16,7 @@ _SHAPE = 8, 5, 4
 _GROUP = _SHAPE[1] * _SHAPE[2]
 """Classes of blocks with the same uses."""
 _SHRINKAGE = 10.0
-"""Weight of a group in the hazards of its classes, and of 0 in those of the group."""
+"""With so much evidence a class counts as much as its group, and a group as much as 0."""
 
 
 class Gittins(ClassPolicy):
@@ -48,7 +48,7 @@ class Gittins(ClassPolicy):
         little evidence it is shrunk to that of the classes with the same uses, and this to 0.  With
         S(a) the share still out at age a, the index is the maximum over T > a of (S(a) - S(T)) /
         integral of S from a to T: the hits per block and time if a block of age a is kept until T
-        at most.  It is raised to that of fewer uses, so that a prompt goes from its end.
+        at most.  A class is worth at least what fewer uses are, so the end of a prompt goes first.
         """
         hazards = 0.0 * returned
         for begin in range(0, len(gone), _GROUP):

@@ -8,8 +8,8 @@ from cache.policies.priority import BlockHistory, PriorityPolicy
 class ReuseOracle(PriorityPolicy):
     """Evicts the oldest of the blocks that are never used again, then the others by LRU.
 
-    What a perfect predictor of *whether* a block returns would bring, without *when*: between an
-    online policy and Belady's optimum.  Needs the whole trace in advance.
+    It shows what a perfect predictor of *whether* a block returns would gain.  It does not know
+    *when*, as Belady's optimum does.  It needs the whole trace in advance.
     """
 
     name = "reuse_oracle"

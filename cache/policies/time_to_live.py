@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 class TimeToLive(PriorityPolicy):
     """LRU in which the blocks of a request that calls a tool count as used ``ttl_s`` seconds later.
 
-    After Continuum (arXiv 2511.02230), which keeps the blocks of such requests for a time and then
-    no longer: a tool answers in seconds, a person in minutes.  What expired first goes first, and
-    blocks of other requests expire at once.  Continuum estimates its time from the tools'
+    After Continuum (arXiv 2511.02230), which keeps the blocks of such requests for a time: a tool
+    answers in seconds, a person in minutes.  The block whose time ended first goes first, and the
+    time of blocks of other requests ends at once.  Continuum estimates its time from the tools'
     durations and the cost of computing the blocks again; here it is one for all tools.
 
     Where the calls of tools or the time are not known it is LRU.  Raises ValueError for a negative
