@@ -13,7 +13,7 @@ class RandomLeaf(LeafPolicy):
 
     The marking algorithm of Fiat et al. (1991) on the tree of prompts.  A used block is marked.
     The victim is sampled uniformly from the unmarked leaves.  When all are marked, all marks are
-    removed.  On any traffic it misses O(log capacity) times as often as the optimum, in expectation.
+    removed.  On any traffic it is expected to miss O(log capacity) times as often as the optimum.
     LRU and every deterministic policy can be made to miss capacity times as often.  The publication
     evicts tokens; with blocks a draw takes ``block_size`` of them.
     """
