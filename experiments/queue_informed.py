@@ -124,6 +124,9 @@ def _draw(rows: style.DataFrame) -> style.Figure:
                 style.curve(below, waits, "load", "mean_waiting", **look)
         above.set_title(f"{trace}\npool of {100 * size:g} % of the unique blocks")
         below.set_yscale("symlog")
+        for axis in (above, below):
+            axis.set_xscale("log", base=2)
+            axis.xaxis.set_major_formatter("{x:g}")
     axes[0].set_ylabel("of the way from LRU to told\nof all arrivals (%)")
     axes[len(panels)].set_ylabel("waiting requests\nunder LRU (mean)")
     return style.shared_legend(
