@@ -193,8 +193,9 @@ def _draw(rows: style.DataFrame) -> style.Figure:
             style.log_x(axis, ticks)
     axes[0].set_ylabel("block hit rate (%)")
     axes[num_traces].set_ylabel("of the way from LRU\nto the optimum (%)")
-    below.plot([], [], color=style.BLACK, linestyle="dashed", label="first two thirds (chosen on)")
-    below.plot([], [], color=style.BLACK, label="last third (judged on)")
+    chosen = style.line(style.GREY, "o", "dashed") | {"markerfacecolor": "white"}
+    below.plot([], [], **chosen, label="first two thirds (chosen on)")
+    below.plot([], [], **style.line(style.GREY, "o"), label="last third (judged on)")
     return style.shared_legend(figure, xlabel="pool size (% of the unique blocks of the trace)")
 
 
