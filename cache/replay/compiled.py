@@ -60,14 +60,18 @@ def replay_of(policy: PriorityPolicy, priority: Callable[..., float]) -> Callabl
 def _warmed_up(priority, needs_future: bool, own_dtype):
     """The replay of ``priority``, compiled by a tiny replay before any time is measured."""
     replay = compile_replay(priority, bool(own_dtype))
-    one = np.ones(1, np.int64)
     own = np.ones(1, own_dtype)[0] if own_dtype else None
     arguments = (
         np.zeros(1, np.int32), np.array([0, 1]), 1, 1, needs_future,
-        np.zeros(1), one, one, np.zeros((1, 2)), 0, own,
+        np.ones((1, 6)), 0, own,
     )  # fmt: skip
     tolerated = (ArithmeticError, ValueError) if own_dtype else ()
     return warmed_up(replay, arguments, priority.__qualname__, tolerated)
+
+
+@numba.njit
+def request_of(facts):
+    return Request(facts[0], facts[1], facts[2], facts[3], facts[4], facts[5])
 
 
 def warmed_up(run: Callable, arguments: tuple, name: str, tolerated: tuple) -> Callable | None:
@@ -95,10 +99,7 @@ def _replay(compiled, policy: PriorityPolicy, trace: Trace, capacity: int):
         trace.num_unique_blocks,
         capacity,
         policy.needs_future,
-        trace.timestamps_ms,
-        trace.input_lengths,
-        trace.output_lengths,
-        trace.hints,
+        trace.request_facts,
         num_ghosts(policy, capacity),
         policy.own_state(capacity),
     )
@@ -107,8 +108,8 @@ def _replay(compiled, policy: PriorityPolicy, trace: Trace, capacity: int):
 def compile_replay(priority: Callable[..., float], has_own: bool) -> Callable:
     """Compile the replay for one priority function, with a second argument if it ``has_own``.
 
-    Returns ``replay(block_ids, offsets, num_unique, capacity, needs_future, times_ms, prompts,
-    outputs, hints, num_ghosts, own)`` -> ``(hit_blocks, evictions)``, of each request.  Raises
+    Returns ``replay(block_ids, offsets, num_unique, capacity, needs_future, request_facts,
+    num_ghosts, own)`` -> ``(hit_blocks, evictions)``, of each request.  Raises
     numba's own error, at the first call, if numba cannot compile ``priority``.  Replays of built-in
     policies are cached on disk beside this file (``NUMBA_CACHE_DIR`` moves them).
 
@@ -129,18 +130,18 @@ def compile_replay(priority: Callable[..., float], has_own: bool) -> Callable:
             raise ValueError("the policy's priority of a block is nan, not a number")
         return value
 
-    def replay(block_ids, offsets, num_unique, capacity, needs_future, *request_facts):
+    def replay(block_ids, offsets, num_unique, capacity, needs_future, *others):
         blocks = np.zeros(num_unique, _BLOCK)
         blocks["pinned_by"] = -1
         queues = np.empty((2, 2 * min(capacity, num_unique) + 64), _ENTRY)
         next_uses = np.empty(0)
         if needs_future:
             next_uses = next_uses_of(block_ids, offsets, num_unique, capacity)
-        return run(block_ids, offsets, capacity, next_uses, blocks, queues, *request_facts)
+        return run(block_ids, offsets, capacity, next_uses, blocks, queues, *others)
 
     def run(
         block_ids, offsets, capacity, next_uses, blocks, queues,
-        times_ms, prompts, outputs, hints, num_ghosts, own,
+        request_facts, num_ghosts, own,
     ):  # fmt: skip
         blocks, rising, heap = borrowed(blocks), borrowed(queues[0]), borrowed(queues[1])
         num_requests = len(offsets) - 1
@@ -230,14 +231,7 @@ def compile_replay(priority: Callable[..., float], has_own: bool) -> Callable:
                     blocks[block.parent].children += 1
 
             time = request + 1
-            facts = Request(
-                times_ms[request],
-                float(prompts[request]),
-                float(outputs[request]),
-                float(offsets[request + 1] - start),
-                hints[request, 0],
-                hints[request, 1],
-            )
+            facts = request_of(request_facts[request])
             for at in range(end - 1, start - 1, -1):
                 block_id = block_ids[at]
                 block = blocks[block_id]

@@ -15,7 +15,6 @@ import numba
 import numba.extending
 import numpy as np
 
-from cache.policies.base import Request
 from cache.policies.classes import (
     LEARN_FIRST,
     NUM_BINS,
@@ -27,7 +26,7 @@ from cache.policies.classes import (
     wrong_worth,
 )
 from cache.policies.queues import num_ghosts
-from cache.replay.compiled import borrowed, forget_oldest, is_built_in, warmed_up
+from cache.replay.compiled import borrowed, forget_oldest, is_built_in, request_of, warmed_up
 from cache.traces.trace import Trace
 
 _BLOCK = np.dtype(
@@ -56,8 +55,7 @@ def replay_of(policy: ClassPolicy) -> Callable | None:
 
 @functools.cache
 def _warmed_up(classify, learn, num_classes: int, name: str) -> Callable | None:
-    one = np.ones(1)
-    arguments = np.zeros(1, np.int32), np.array([0, 1]), 1, one, one, one, np.ones((1, 2)), 0
+    arguments = np.zeros(1, np.int32), np.array([0, 1]), 1, np.ones((1, 6)), 0
     run = _compile(classify, learn, num_classes, name)
     blocks = _no_blocks(1, num_classes)
     return warmed_up(run, (*arguments, blocks), name, (ArithmeticError, ValueError))
@@ -75,10 +73,7 @@ def _replay(run, policy: ClassPolicy, trace: Trace, capacity: int):
         trace.block_ids,
         trace.offsets,
         capacity,
-        trace.timestamps_ms,
-        trace.input_lengths.astype(np.float64),
-        trace.output_lengths.astype(np.float64),
-        trace.hints,
+        trace.request_facts,
         num_ghosts(policy, capacity),
         _no_blocks(trace.num_unique_blocks, policy.num_classes),
     )
@@ -104,7 +99,7 @@ def _compile(classify, learn, num_classes: int, name: str) -> Callable:
                     least, least_worth, number = end, worth, head.number
         return least
 
-    def run(block_ids, offsets, capacity, times_ms, prompts, outputs, hints, num_ghosts, blocks):
+    def run(block_ids, offsets, capacity, request_facts, num_ghosts, blocks):
         blocks = borrowed(blocks)
         first_end = len(blocks) - num_classes
         num_requests = len(offsets) - 1
@@ -117,7 +112,8 @@ def _compile(classify, learn, num_classes: int, name: str) -> Callable:
         first_ghost, last_ghost, live_ghosts = 0, 0, 0
         for request in range(num_requests):
             start = offsets[request]
-            now = max(now, times_ms[request])
+            facts = request_of(request_facts[request])
+            now = max(now, facts.time_ms)
             ids = block_ids[start : min(offsets[request + 1], start + capacity)]
             while hits[request] < len(ids) and blocks[ids[hits[request]]].resident:
                 hits[request] += 1
@@ -169,14 +165,6 @@ def _compile(classify, learn, num_classes: int, name: str) -> Callable:
                 if blocks[block_id].uses:
                     idle = now - blocks[block_id].released_ms
                     break
-            facts = Request(
-                times_ms[request],
-                prompts[request],
-                outputs[request],
-                float(offsets[request + 1] - start),
-                hints[request, 0],
-                hints[request, 1],
-            )
             weight = 1.0 / math.sqrt(max(len(ids), 1))
             is_end = True
             for block_id in ids[::-1]:

@@ -110,7 +110,7 @@ def simulate_serving(
         outputs[served].tolist(),
         arrivals_s.tolist(),
         previous=previous,
-        hints=trace.hints[served].tolist(),
+        hints=trace.request_facts[served, 4:].tolist(),
         service=service,
     )
     num_steps = max(len(run.steps), 1)

@@ -150,7 +150,7 @@ def _replay_in_python(trace: Trace, policy: EvictionPolicy, capacity: int):
     miss = policy.miss if type(policy).miss is not EvictionPolicy.miss else None
     tell = policy.tell if type(policy).tell is not EvictionPolicy.tell else None
 
-    hints = trace.hints.tolist()
+    request_facts = trace.request_facts.tolist()
     resident: set[int] = set()
     hits = np.zeros(trace.num_requests, np.int64)
     evictions = np.zeros(trace.num_requests, np.int64)
@@ -166,8 +166,8 @@ def _replay_in_python(trace: Trace, policy: EvictionPolicy, capacity: int):
                 missing.append(depth)
         hits[request] = missing[0] if missing else len(blocks)
         if tell is not None:
-            facts = _facts(trace, request)
-            tell(facts._replace(output_tokens=math.nan))
+            facts = Request(*request_facts[request])
+            tell(Request(facts.time_ms, facts.prompt_tokens, math.nan, facts.prompt_blocks))
         in_use = set(blocks) if len(resident) + len(missing) > capacity else ()
         for depth in missing:
             block = blocks[depth]
@@ -184,15 +184,6 @@ def _replay_in_python(trace: Trace, policy: EvictionPolicy, capacity: int):
         if next_uses is not None:
             next_use.update(zip(blocks, next_uses[start : start + len(blocks)], strict=True))
         if tell is not None:
-            tell(Request(*facts[:4], *hints[request]))
+            tell(facts)
         release_many(blocks[::-1])
     return hits, evictions
-
-
-def _facts(trace: Trace, request: int) -> Request:
-    return Request(
-        time_ms=float(trace.timestamps_ms[request]),
-        prompt_tokens=float(trace.input_lengths[request]),
-        output_tokens=float(trace.output_lengths[request]),
-        prompt_blocks=float(trace.offsets[request + 1] - trace.offsets[request]),
-    )

@@ -150,10 +150,10 @@ class Trace:
         return int(hits.sum()) / len(self.block_ids)
 
     @cached_property
-    def hints(self) -> np.ndarray:
-        """The policies' ``Request.calls_tool`` and ``ends_session``, ``(num_requests, 2)`` float64.
+    def request_facts(self) -> np.ndarray:
+        """The policies' ``Request`` of each request, ``(num_requests, 6)`` float64.
 
-        From ``stop`` and ``session`` in ``columns``; NaN where these are not known.
+        Hints are from ``stop`` and ``session`` in ``columns``; NaN where these are not known.
         """
         import numpy as np
 
@@ -163,7 +163,9 @@ class Trace:
         is_last[len(self) - 1 - np.unique(session[::-1], return_index=True)[1]] = 1
         calls_tool = np.where(stop == "", np.nan, stop == "tool_use")
         is_unknown = (session == "") | (session != session)  # text, or NaN
-        return np.column_stack((calls_tool, np.where(is_unknown, np.nan, is_last)))
+        ends_session = np.where(is_unknown, np.nan, is_last)
+        lengths = self.input_lengths, self.output_lengths, np.diff(self.offsets)
+        return np.column_stack((self.timestamps_ms, *lengths, calls_tool, ends_session))
 
     def head(self, num_requests: int) -> Trace:
         """The first ``num_requests`` requests (all, if there are fewer)."""

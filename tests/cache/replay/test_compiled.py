@@ -20,10 +20,8 @@ def evict_newest(block):
 def hits(priority) -> int:
     """Hits of a loop over three blocks in a pool of two."""
     block_ids, offsets = np.arange(30) % 3, np.arange(31)
-    times, lengths = np.zeros(30), np.ones(30, np.int64)
     replay = compile_replay(priority, has_own=False)
-    facts = times, lengths, lengths, np.zeros((30, 2))
-    return replay(block_ids, offsets, 3, 2, False, *facts, 0, None)[0].sum()
+    return replay(block_ids, offsets, 3, 2, False, np.zeros((30, 6)), 0, None)[0].sum()
 
 
 @pytest.mark.parametrize(

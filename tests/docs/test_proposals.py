@@ -1,0 +1,9 @@
+"""The page of proposals is made of the committed tables."""
+
+from __future__ import annotations
+
+from docs import proposals
+
+
+def test_the_page_is_what_the_results_give():
+    assert proposals.page() == proposals.PAGE.read_text()
