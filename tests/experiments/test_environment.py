@@ -38,9 +38,10 @@ def test_names_what_a_result_depends_on_and_files_without_their_folders(describe
 RESULTS = Path(__file__).parents[2] / "results"
 
 
-@pytest.mark.parametrize(
-    "path", sorted(RESULTS.glob("*/*/environment.json")), ids=lambda path: path.parts[-3]
-)
+PUBLISHED = [*RESULTS.glob("*/*/environment.json"), *RESULTS.glob("unseen/*/*/environment.json")]
+
+
+@pytest.mark.parametrize("path", sorted(PUBLISHED), ids=lambda path: path.parts[-3])
 def test_published_tables_come_from_clean_commits(path):
     environment = json.loads(path.read_text())
     for run in (environment, *environment["earlier_runs"]):
