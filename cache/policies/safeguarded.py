@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
+from numbers import Real
 
 from cache.policies.base import EvictionPolicy, wrong_victim
 from cache.policies.leaves import LeafPolicy, Node
@@ -34,8 +35,8 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
         self, policy: str | EvictionPolicy = "gittins", budget: float = 0.005, **options
     ) -> None:
         super().__init__(policy, **options)
-        if not 0 <= budget < math.inf:
-            raise ValueError(f"budget must be finite and not negative, got {budget}")
+        if not (isinstance(budget, Real) and 0 <= budget < math.inf):
+            raise ValueError(f"budget must be finite and not negative, got {budget!r}")
         if type(self.policy).remove is EvictionPolicy.remove:
             raise ValueError(f"policy {self.policy.name!r} does not define remove(block)")
         self.budget = budget
