@@ -49,6 +49,8 @@ from experiments.load.workloads import OnTraces, Source
 
 _NO_CACHE, _INFINITE = "no_cache", "infinite"
 """Values in place of a policy: prefix caching off, and a cache that never evicts."""
+_HINTED = "ttl", "session_end"
+"""Policies without a tier: it stores a prompt before hints are known, so they are LRU there."""
 _LABELS = ("block hit rate (%)", *("time to first token (s)",) * 2, "time / LRU's")
 _MODEL, _GPU, _MOST_TOKENS = "llama-3.1-8b", "H100-SXM", 65_536
 
@@ -82,7 +84,8 @@ def cells(options: EvictionServing) -> Iterator[EvictionServing]:
         alone = {"trace": [trace], "host_gib": [0.0]}
         yield from grid(options, policy=[*policies, _NO_CACHE], **alone)
         yield from grid(options, policy=[_INFINITE], pool_gib=[float("inf")], **alone)
-        yield from grid(options, trace=[trace], policy=policies, pool_gib=options.pool_gib[:1])
+        untold = [policy for policy in policies if policy not in _HINTED]
+        yield from grid(options, trace=[trace], policy=untold, pool_gib=options.pool_gib[:1])
 
 
 def run_cell(cell: EvictionServing) -> list[dict[str, Any]]:
@@ -117,7 +120,7 @@ def _row(cell: EvictionServing, loop: str) -> dict[str, Any]:
         host_blocks = int(cell.host_gib * 2**30 / block_bytes)
         sizes = {"num_blocks": host_blocks, "block_size": trace.block_size}
         tier = cache.make_manager("vllm_v1", **sizes, policy=policy_spec(cell.policy))
-        service = TieredClock(clock, tier)
+        service = TieredClock(clock, manager, tier)
     run = cache.simulate_serving(
         trace, manager=manager, service=service, time_scale=scale, closed_loop=loop == "closed"
     )
@@ -156,11 +159,13 @@ class TieredClock:
     scheduler's token budget.  Storing costs no time: that direction of the link is free.
     """
 
-    def __init__(self, clock: GpuClock, tier: cache.CacheManager) -> None:
+    def __init__(
+        self, clock: GpuClock, manager: cache.CacheManager, tier: cache.CacheManager
+    ) -> None:
         self.max_num_seqs = clock.max_num_seqs
         self.max_num_batched_tokens = clock.max_num_batched_tokens
         self.loaded_blocks = 0
-        self._clock, self._tier = clock, tier
+        self._clock, self._manager, self._tier = clock, manager, tier
         self._loaded_to: dict[int, int] = {}
         block_bytes = tier.block_size * clock.kv_bytes_per_token
         self._block_seconds = block_bytes / clock.host_bandwidth
@@ -179,6 +184,7 @@ class TieredClock:
 
     def _admit(self, seq: ScheduledSequence) -> int:
         """Look up and store the blocks of ``seq``; returns how many are loaded."""
+        self._tier.clock = self._manager.clock
         stored = cache.Sequence(seq.seq_id, seq.token_ids)
         try:
             found = self._tier.allocate(stored)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import copy
 import math
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
@@ -110,6 +111,18 @@ class LeafPolicy(EvictionPolicy):
             del node.parent.children[node]
             if node.parent.released and not node.parent.children:
                 self._offer(node.parent)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LeafPolicy:
+        """Without recursion from node to node: a prompt may have thousands."""
+        copies = {node: copy.copy(node) for node in self._nodes.values()}
+        memo |= {id(node): twin for node, twin in copies.items()}
+        for node, twin in copies.items():
+            twin.parent = copies.get(node.parent)
+            twin.children = {copies[child]: None for child in node.children}
+            twin.memo = copy.deepcopy(node.memo, memo)
+        twin = memo[id(self)] = object.__new__(type(self))
+        twin.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return twin
 
     def __len__(self) -> int:
         return len(self._released)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from numbers import Real
 
 from cache.policies.base import EvictionPolicy, wrong_victim
 from cache.policies.leaves import LeafPolicy, Node
@@ -35,8 +34,8 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
         self, policy: str | EvictionPolicy = "gittins", budget: float = 0.005, **options
     ) -> None:
         super().__init__(policy, **options)
-        if not (isinstance(budget, Real) and 0 <= budget < math.inf):
-            raise ValueError(f"budget must be finite and not negative, got {budget!r}")
+        if not 0 <= budget < math.inf:
+            raise ValueError(f"budget must be finite and not negative, got {budget}")
         if type(self.policy).remove is EvictionPolicy.remove:
             raise ValueError(f"policy {self.policy.name!r} does not define remove(block)")
         self.budget = budget
@@ -45,7 +44,6 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
         self._balance = 0.0
         self._missing: set[Hashable] = set()
         self._lru: OrderedDict[Hashable, None] = OrderedDict()
-        self._aside: set[int] = set()  # its leaves, first what LRU lacks, are in _leaves
 
     def look_up(self, keys: Sequence[Hashable]) -> None:
         super().look_up(keys)
@@ -60,7 +58,10 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
         for key in reversed(keys):
             self._lru[key] = None
             self._lru.move_to_end(key)
-        while len(self._lru) > self._capacity:
+        self._shrink(self._capacity)
+
+    def _shrink(self, size: int) -> None:
+        while len(self._lru) > size:
             key, _ = self._lru.popitem(last=False)
             self._missing.discard(key)
             node = self._with_key.get(key)
@@ -76,11 +77,11 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
 
     def pin(self, block: int) -> None:
         super().pin(block)
-        if block not in self._aside:
+        node = self._nodes[block]
+        if not node.memo:
             self.policy.pin(block)
         else:
-            self._aside.remove(block)
-            node = self._nodes[block]
+            node.memo = None
             self.policy.miss(node.key)
             self.policy.insert(block, node.key, node.parent and node.parent.key, node.depth)
 
@@ -89,19 +90,20 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
         self.policy.release_many([node.block for node in nodes])
 
     def _offer(self, node: Node) -> None:
-        if node.block in self._aside:
+        if node.memo:  # set aside; what LRU lacks goes first
             self._leaves.push(node, node.key in self._lru)
 
     def _withdraw(self, node: Node) -> None:
-        if node.block in self._aside:
+        if node.memo:
             self._leaves.remove(node)
 
     def _take(self) -> Node | None:
+        self._shrink(len(self._nodes))  # the other blocks have no content
         may_lose = len(self._missing) + 1 <= self._balance
         # Where requests overlap, ``policy`` may have no other block.
         while (not self._leaves or self._leaves.first()[0] > may_lose) and len(self.policy):
             block = self.policy.evict()
-            if block not in self._released or block in self._aside:
+            if block not in self._released or self._nodes[block].memo:
                 raise wrong_victim(self.policy, block)
             self._set_aside(self._nodes[block])
         return super()._take()
@@ -110,18 +112,16 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
         """``policy`` has given up ``node``: it goes, and before it whatever continues it."""
         nodes = [node]
         for node in nodes:  # which grow
-            self._aside.add(node.block)
+            node.memo = "aside"
             if not node.children:
                 self._offer(node)
             for child in node.children:
-                if child.released and child.block not in self._aside:
+                if child.released and not child.memo:
                     self.policy.remove(child.block)
                     nodes.append(child)
 
     def _give_up(self, node: Node) -> None:
-        if node.block in self._aside:
-            self._aside.remove(node.block)
-        else:
+        if not node.memo:
             self.policy.remove(node.block)
         if node.key in self._lru:
             self._missing.add(node.key)

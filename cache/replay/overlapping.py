@@ -110,7 +110,7 @@ def simulate_serving(
         outputs[served].tolist(),
         arrivals_s.tolist(),
         previous=previous,
-        hints=trace.request_facts[served, 4:].tolist(),
+        hints=trace.take(served).request_facts[:, 4:].tolist(),
         service=service,
     )
     num_steps = max(len(run.steps), 1)

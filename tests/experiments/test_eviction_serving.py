@@ -74,6 +74,6 @@ def test_the_grid(trace):
     assert set(policies) == {
         "lru", "fifo", "lfu", "ttl", "session_end", "safeguarded", "no_cache", "infinite",
     }  # fmt: skip
-    assert len(cells) == 7 * 3 + 1 + 6 * 3
+    assert len(cells) == 7 * 3 + 1 + 4 * 3
     default = eviction_serving.EXPERIMENT.checked_cells(EvictionServing(policy=("lru",)))
     assert [cell.trace.file.path for cell in default][::10] == [*REAL_TRACES]

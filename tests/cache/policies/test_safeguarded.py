@@ -172,7 +172,6 @@ class Bare(EvictionPolicy):
     ("options", "message"),
     [
         ({"budget": -1}, "budget must be finite and not negative, got -1"),
-        ({"budget": "1"}, "budget must be finite and not negative, got '1'"),
         ({"budget": float("inf")}, "budget must be finite and not negative, got inf"),
         ({"policy": Bare()}, r"policy 'Bare' does not define remove\(block\)"),
         ({"policy": "lruu"}, "policy='lruu' is unknown"),
