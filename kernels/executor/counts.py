@@ -77,6 +77,11 @@ class Counts:
     """Largest number of bytes that the asynchronous copies of one program have pending."""
 
     @property
+    def total(self) -> int:
+        """Warp instructions of all classes."""
+        return sum(self.instructions.values())
+
+    @property
     def sectors_per_request(self) -> float:
         """Sectors per request: 4 if 32 threads access 4 consecutive bytes each."""
         return self.sectors / self.requests if self.requests else 0.0
