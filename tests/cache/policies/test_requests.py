@@ -7,6 +7,7 @@ import pytest
 
 import cache
 from cache.policies import Request
+from cache.serving import open_loop
 from tests.cache.prefix_traces import trace_of
 
 
@@ -55,6 +56,51 @@ def test_a_manager_reports_requests(name):
     manager.free(seq)
     assert listener.told[-1][4:] == seq.hints
     assert np.isnan(listener.told[-1].time_ms)
+
+
+@pytest.mark.parametrize("name", ["nano_vllm", "vllm_v0", "vllm_v1"])
+def test_a_manager_reports_what_an_admitted_request_asks_for(name):
+    """Once, before it pins or misses anything, and not if it is refused."""
+    calls = []
+
+    class Recorder(Listener):
+        def look_up(self, keys):
+            calls.append(("look_up", len(keys)))
+
+        def miss(self, key):
+            calls.append("miss")
+
+        def pin(self, block):
+            super().pin(block)
+            calls.append("pin")
+
+    manager = cache.make_manager(name, num_blocks=6, block_size=1, policy=Recorder())
+    for number, tokens in enumerate(([1, 2], [1, 2, 3])):
+        seq = cache.Sequence(number, tokens)
+        manager.allocate(seq)
+        seq.append_token(9)
+        manager.append(seq)
+        manager.free(seq)
+        calls.append("free")
+    with pytest.raises(cache.OutOfBlocks):
+        manager.allocate(cache.Sequence(2, range(7)))
+    own = [call for call in calls if call != "miss"]
+    assert own == [("look_up", 2), "free", ("look_up", 3), "pin", "pin", "free"]
+    assert calls.index("miss") > 0
+
+
+def test_hints_are_told_when_a_request_ends_and_not_when_it_is_preempted():
+    listener = Listener()
+    manager = cache.make_manager("vllm_v1", num_blocks=6, block_size=1, policy=listener)
+    engine = open_loop.engine_without_model(
+        manager, max_num_seqs=2, max_num_batched_tokens=64, max_model_len=6
+    )
+    hints, service = [(0.0, 1.0)] * 2, open_loop.ServiceModel()
+    run = open_loop.serve(
+        engine, [[1, 2], [3, 4]], [4, 4], [0.0, 0.0], hints=hints, service=service
+    )
+    assert sum(request.num_preemptions for request in run.requests) > 0
+    assert sum(request.ends_session == 1.0 for request in listener.told) == 2
 
 
 class ShortestPrompt(cache.PriorityPolicy):

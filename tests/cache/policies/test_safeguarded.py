@@ -135,26 +135,29 @@ def test_the_bound_holds_against_requests_for_what_is_missing(name):
 @pytest.mark.parametrize("design", ["vllm_v1", "nano_vllm"])
 @given(
     prompts=st.lists(
-        st.none() | st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=20, max_size=80
+        st.integers(0, 2) | st.lists(st.integers(0, 2), min_size=1, max_size=6),
+        min_size=20,
+        max_size=80,
     ),
     wrapped=st.sampled_from(["gittins", "mru"]),
 )
 def test_in_a_manager_it_follows_what_lru_would_hold(design, prompts, wrapped):
-    """Requests overlap.  None: the oldest one ends."""
+    """Requests overlap; their last blocks are unique.  A number: one of them ends."""
     policy = make_policy("safeguarded", policy=wrapped, budget=0.5)
     options = {"num_blocks": 26, "block_size": 1}
     managers = [cache.make_manager(design, policy=one, **options) for one in ("lru", policy)]
     running = []
     for number, prompt in enumerate(prompts):
-        if prompt:
+        if isinstance(prompt, list):
             tokens = [*prompt, 100 + number]  # the last block is computed again if it is known
             running.append([cache.Sequence(number, tokens) for _ in managers])
             for manager, seq in zip(managers, running[-1], strict=True):
                 manager.allocate(seq)
                 seq.append_token(number)
                 manager.append(seq)
-        if running and (not prompt or len(running) == 3):
-            for manager, seq in zip(managers, running.pop(0), strict=True):
+        if running and (isinstance(prompt, int) or len(running) == 3):
+            ended = running.pop(number % len(running))
+            for manager, seq in zip(managers, ended, strict=True):
                 manager.free(seq)
         lru = managers[0].pool.block_hashes
         assert set(policy._lru) == {key for key in lru if key is not None}
