@@ -22,7 +22,7 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
 
     In serial replay of traces whose ids are unique to their prefix the bound is proven, from the
     first request on: docs/eviction-study.md.  In managers requests overlap, and nothing is proven.
-    ``radix`` ranks nodes and does not call ``look_up``: there nothing is bounded.
+    ``radix`` ranks nodes and does not call ``look_up``: there the balance stays 0.
 
     ``policy`` is a name (``options`` are its options) or an object that defines ``remove``.  Raises
     ValueError for a negative or infinite ``budget`` or a policy that cannot remove blocks.
