@@ -163,6 +163,11 @@ def test_in_a_manager_it_follows_what_lru_would_hold(design, prompts, wrapped):
         assert set(policy._lru) == {key for key in lru if key is not None}
         assert policy._missing == policy._lru.keys() - policy._with_key.keys()
         managers[1].check_invariants()
+    for seqs in running:
+        managers[1].free(seqs[1])
+    if managers[1].can_reset:
+        assert managers[1].reset_prefix_cache()
+        assert not len(policy)
 
 
 class Bare(EvictionPolicy):
