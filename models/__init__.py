@@ -1,7 +1,7 @@
 """Decoders of several families on the paged KV cache, and the engine that serves them.
 
 config, weights    read a Hugging Face folder
-decoder, layers    the model; parallel: the part of each rank; products: linear layers on a CPU
+decoder, layers    the model; parallel: the part of each rank
 attention          stores K/V and attends, with the Triton kernels, PyTorch or flash-attn
 runner             inputs, block moves and logits of a step
 cuda_graphs        decoding replayed from CUDA graphs

@@ -19,7 +19,6 @@ from torch import nn
 
 from models.config import Rope, RopeScaling
 from models.parallel import TensorParallel
-from models.products import linear
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ class ColumnParallelLinear(nn.Module):
         self.bias = _parameter(sum(self.local_sizes)) if bias else None
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return linear(x, self.weight, self.bias).split(self.local_sizes, dim=-1)
+        return F.linear(x, self.weight, self.bias).split(self.local_sizes, dim=-1)
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, CheckpointTensor]]:
         prefix, in_features = name.rpartition(".")[0], self.weight.shape[1]
@@ -121,7 +120,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.tp.size == 1:
-            return linear(x, self.weight, self.bias)
+            return F.linear(x, self.weight, self.bias)
         x = self.tp.all_reduce(F.linear(x, self.weight))
         return x if self.bias is None else x + self.bias
 
@@ -157,7 +156,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(num_tokens, hidden_size) to (num_tokens, vocab_size), on every rank."""
-        return self.tp.all_gather_last(linear(hidden, self.weight))[:, : self.vocab_size]
+        return self.tp.all_gather_last(F.linear(hidden, self.weight))[:, : self.vocab_size]
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, CheckpointTensor]]:
         shape, last = (self.vocab_size, self.weight.shape[1]), self.first + self.num_used
