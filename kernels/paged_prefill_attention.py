@@ -362,6 +362,11 @@ def count_tiles(
     return min(batch * tiles_per_seq, total_q * group_size // tile_m + batch), tiles_per_seq
 
 
+def _has_aligned_rows(cache: torch.Tensor) -> bool:
+    """Whether Triton knows that all rows start at a multiple of 16 bytes."""
+    return not any(start % 16 for start in (cache.data_ptr(), *byte_strides(cache)))
+
+
 def launch_prefill(
     out: torch.Tensor, lse: torch.Tensor | None,
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
@@ -421,6 +426,9 @@ def launch_prefill(
         states = SplitStates.empty(q[:1], min(total_q * num_chunks, batch * seq_states))
         out, lse = states.out, states.lse
     scale = head_dim**-0.5 if scale is None else scale
+    # Triton copies rows ahead only if they are aligned. If it does so for one of K and V, products
+    # of wgmma and tcgen05 read those rows without a fence (fence.proxy.async) after their copies.
+    num_stages = tile.num_stages if _has_aligned_rows(k_cache) == _has_aligned_rows(v_cache) else 1
     launch(_paged_prefill_kernel, grid,
         out, lse, q, cache_argument(k_cache), cache_argument(v_cache), block_tables,
         cu_seqlens_q, context_lens, kv_starts, suffix_lens,
@@ -441,7 +449,7 @@ def launch_prefill(
         FOLD_SCALE=folds_scale(scale, softcap, alibi_slopes),
         HAS_SOFTCAP=softcap > 0, HAS_ALIBI=alibi_slopes is not None,
         IS_SPLIT=is_split, SCORES_AHEAD=tile.scores_ahead, PRECISION=tile.precision,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl_options(q.device),
+        num_warps=tile.num_warps, num_stages=num_stages, **pdl_options(q.device),
     )  # fmt: skip
     if merges:
         states.merge_into(

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import torch
 
-LAYOUTS = ("NHD", "HND", "layer", "interleaved", "unlike")
+LAYOUTS = ("NHD", "HND", "layer", "interleaved", "unlike", "unaligned K", "unaligned V")
 
 
 class RandomTensors:
@@ -68,7 +68,8 @@ def make_cache(
 
     layout: how it lies in memory. "NHD": as the shape says. "HND": heads outside slots. "layer":
     one layer of a (2, num_layers, ...) tensor. "interleaved": K and V of a block side by side.
-    "unlike": K interleaved, V HND, so that all their strides differ.
+    "unlike": K interleaved, V HND, so that all their strides differ. "unaligned K": rows of V start
+    at multiples of 16 bytes and those of K do not; "unaligned V": the reverse.
     """
     if layout == "unlike":
         options = {"dtype": dtype, "device": device}
@@ -77,6 +78,11 @@ def make_cache(
             make_cache(*sizes, layout="interleaved", **options)[0],
             make_cache(*sizes, layout="HND", **options)[1],
         )
+    if layout.startswith("unaligned"):
+        shape = (num_blocks, block_size, num_kv_heads)
+        lengths = (head_dim + (int(layout[-1] == name) - head_dim) % 16 for name in "KV")
+        rows = [torch.empty(*shape, length, dtype=dtype, device=device) for length in lengths]
+        return poison_(rows[0])[..., :head_dim], poison_(rows[1])[..., :head_dim]
     shape = {
         "NHD": (2, num_blocks, block_size, num_kv_heads, head_dim),
         "HND": (2, num_blocks, num_kv_heads, block_size, head_dim),

@@ -7,6 +7,7 @@ of one op, and of attention alone, is tested in files of their own.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -81,11 +82,12 @@ MAGNITUDES |= {"merge_attention_states": ("lse_a", "lse_b")}
 
 
 def relaid(tensor: torch.Tensor, how: str, start: int = 0) -> torch.Tensor:
-    """A copy with other strides. "wide": a part of a larger tensor, from `start` in its rows.
+    """A copy with other strides. "wide": a part of a larger tensor, from `start` in its rows. Then
+    row length (start 0), first address (start 1) or both (start 8) are off alignment.
     "reversed": the first dimensions in reverse order in memory."""
     if how == "wide" and tensor.dim():
         wide = torch.empty(
-            *(n + 4 for n in tensor.shape[:-1]), tensor.shape[-1] + 16,
+            *(n + 4 for n in tensor.shape[:-1]), tensor.shape[-1] + 15 + start,
             dtype=tensor.dtype, device=tensor.device,
         )  # fmt: skip
         within = [slice(2, 2 + n) for n in tensor.shape[:-1]]
@@ -161,11 +163,13 @@ def test_matches_reference(op, data, device):
     case = make_case(op, **sizes, features=sorted(features), device=device)
     case.inputs.update(options | harder(op, case.inputs, draw))
 
-    how = draw("strides", st.sampled_from(["as made", "wide", "reversed"]))
-    start = draw("start in rows", st.sampled_from([0, 1, 8]))
     if op != "swap_blocks" or device.type == "cpu":  # a cache in host memory stays pinned
-        moved = tree_map_only(torch.Tensor, lambda x: relaid(x, how, start), case.inputs)
-        case.inputs.update(moved)
+        for name, value in case.inputs.items():
+            if tensors_of(value):
+                how = draw(f"strides of {name}", st.sampled_from(["as made", "wide", "reversed"]))
+                start = draw(f"start in rows of {name}", st.sampled_from([0, 1, 8]))
+                move = partial(relaid, how=how, start=start)
+                case.inputs[name] = tree_map_only(torch.Tensor, move, value)
     before = {start: memory.clone() for start, memory in memory_of(case.inputs).items()}
     for name, result in case.judge().items():
         assert result.passed, f"{name}: {result}, bound {result.bound:.3g}"

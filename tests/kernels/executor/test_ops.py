@@ -57,6 +57,8 @@ VARIANTS = [
     {**FP8, "scales": "number", "options": {"num_splits": 2}},
     {**FP16, "features": ATTENTION_FEATURES},
     {**FP16, "kv_dtype": FP8_DTYPE, "features": ATTENTION_FEATURES[:-1]},
+    {**BF16, "layout": "unaligned V"},
+    {**BF16, "layout": "unaligned K"},
 ]
 
 
