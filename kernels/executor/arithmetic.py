@@ -312,28 +312,24 @@ def _funnel_shift(translation: Translation) -> Step:
     return elementwise(translation, shift, "b32")
 
 
-@instruction("bfe")
-def _bfe(translation: Translation) -> Step:
-    """Extract a bit field (9.7.1.22), sign-extended for signed types. 32 bits only."""
-    kind = translation.kind
+@instruction("bfe", "bfi")
+def _bit_field(translation: Translation) -> Step:
+    """Extract a bit field, sign-extended for signed types, or insert the low bits of the first
+    number into the second (9.7.1.22, 9.7.1.23)."""
+    kind, inserts = translation.kind, translation.parts[0] == "bfi"
     width = int(kind[1:])
-    if width == 64:
-        raise Unsupported("only fields of 32-bit numbers are supported")
 
-    def extract(a, start, length):
-        a, at, size = (
-            a.astype(np.int64),
-            start.astype(np.int64) & 255,
-            length.astype(np.int64) & 255,
-        )
-        top = np.minimum(at + size - 1, 31)
-        sign = (kind[0] == "s") & (size > 0) & (a >> np.maximum(top, 0) & 1 == 1)
-        size = np.minimum(size, 32)
-        held = np.clip(32 - at, 0, size)  # bits beyond the top repeat the sign
-        present = a >> np.minimum(at, 32) & ((np.int64(1) << held) - 1)
-        return np.where(sign, present | -1 << held, present).astype(np.uint32)
+    def apply(a, *others):
+        *into, at, size = others
+        at, size = ((x & np.uint32(255)).astype(a.dtype) for x in (at, size))
+        shift, unused = np.minimum(at, width - 1), width - np.clip(size, 1, width)
+        empty = (size == 0) | (kind[0] != "s") & (at >= width)
+        if not inserts:
+            return np.where(empty, 0, a >> shift << unused >> unused)
+        ones = np.where(empty, 0, ~a.dtype.type(0) >> unused)
+        return into[0] & ~(ones << shift) | (a & ones) << shift
 
-    return elementwise(translation, extract, "u32")
+    return elementwise(translation, apply, [kind] * (1 + inserts) + ["u32"] * 2)
 
 
 @instruction("lop3")
@@ -407,30 +403,36 @@ _COMBINATIONS = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_x
 
 @instruction("setp")
 def _setp(translation: Translation) -> Step:
-    """Compare, and optionally combine the result with a predicate (9.7.7.2)."""
+    """Compare, and optionally combine the result with a predicate (9.7.7.2). A second target gets
+    the result of the upper halves, or the opposite."""
     kind, name = translation.kind, translation.parts[1]
-    translation.expect(name, *_COMBINATIONS, *["ftz"] * (kind == "f32"))
-    if kind.endswith("x2"):
-        raise Unsupported(f"packed numbers: .{kind}")
+    element = kind.removesuffix("x2")
+    least_normal = {"f16": 2.0**-14, "f32": 2.0**-126}.get(element)
+    translation.expect(name, *_COMBINATIONS, *["ftz"] * (least_normal is not None))
     compare = _COMPARISONS[name]
     if is_float(kind) and name == "ne":
         compare = lambda a, b: (a < b) | (a > b)  # noqa: E731
-    target, first, second, *third = translation.operands
+    targets, first, second, *third = translation.operands
     first, second = translation.read(first, kind), translation.read(second, kind)
     combine = _COMBINATIONS[translation.one_of(_COMBINATIONS)] if third else None
     third = translation.read(third[0], "pred") if third else None
-    write = translation.write(target, "pred")
-    convert = lambda a: a  # noqa: E731
-    if kind == "bf16":
-        convert = lambda bits: decode(bits, kind)  # noqa: E731
-    if "ftz" in translation.parts:
-        convert = flush_subnormals
+    targets = targets if isinstance(targets, tuple) else (targets,)
+    writes = [translation.write(target, "pred") for target in targets]
+    narrow, ftz = element in ("f16", "bf16"), "ftz" in translation.parts
 
-    def set_predicate(batch, mask):
-        holds = compare(convert(first(batch)), convert(second(batch)))
-        write(batch, mask, holds if combine is None else combine(holds, third(batch)))
+    def numbers(read, batch):
+        a = decode(read(batch), kind) if narrow else read(batch)
+        a = np.where(np.abs(a) < least_normal, 0, a) if ftz else a
+        return a if kind == element else a.reshape(-1, 2).T
 
-    return set_predicate
+    def set_predicates(batch, mask):
+        holds = compare(numbers(first, batch), numbers(second, batch))
+        if kind == element:
+            holds = (holds, ~holds) if len(writes) > 1 else (holds,)
+        for write, one in zip(writes, holds, strict=False):
+            write(batch, mask, one if combine is None else combine(one, third(batch)))
+
+    return set_predicates
 
 
 @instruction("selp")

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.runtime.cache import FileCacheManager
 from triton.runtime.driver import driver
 
 from kernels.executor.counts import Counts, Tally
@@ -274,6 +275,17 @@ def _stop_at_ptx(*arguments):
     return None
 
 
+def _use_own_cache(stack: contextlib.ExitStack) -> None:
+    """Keep what is compiled in the folder `executor` of Triton's cache until the stack is closed.
+
+    Its cubins are empty. Triton 3.6 would load them on a GPU, as its cache key ignores the hook.
+    """
+    cache = triton.knobs.cache
+    stack.enter_context(cache.scope())
+    cache.dir = str(Path(cache.dir) / "executor")
+    cache.manager_class = FileCacheManager
+
+
 @contextlib.contextmanager
 def execute_ptx(
     architecture: str = "sm_90",
@@ -315,6 +327,8 @@ def execute_ptx(
         fresh = stack.enter_context(FreshMemory())
         addresses = stack.enter_context(AddressBook())
         stack.enter_context(ops_of_this_project(version, MULTIPROCESSORS[architecture]))
+        if not _SESSIONS:
+            _use_own_cache(stack)
         session = _Session(Execution(architecture), seed, edit, count, fresh, addresses)
         _SESSIONS.append(session)
         stack.callback(_SESSIONS.remove, session)

@@ -3,7 +3,6 @@ fractions, by PyTorch's conversions, by matrix products."""
 
 from __future__ import annotations
 
-import functools
 import random
 import struct
 from fractions import Fraction
@@ -15,7 +14,19 @@ from kernels.executor import Fault
 
 WORDS = [0, 1, 2, 7, 31, 32, 33, 255, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0xDEADBEEF, 0x80000001]
 FLOATS = [0.0, -0.0, 1.0, -1.5, 3.0e38, 1e-40, -1e-38, float("inf"), float("nan"), 65504.0, 65520.0]
-FLOATS += [0.1, 448.0, 464.0, 500.0, -0.001, 2**-9, 2**-10, 3 * 2**-10, 1 + 2**-8, 1 + 3 * 2**-8]
+FLOATS += [
+    2**-20,
+    0.1,
+    448.0,
+    464.0,
+    500.0,
+    -0.001,
+    2**-9,
+    2**-10,
+    3 * 2**-10,
+    1 + 2**-8,
+    1 + 3 * 2**-8,
+]
 
 
 def signed(x: int, width: int = 32) -> int:
@@ -67,13 +78,17 @@ def _truncated(a: int, b: int) -> int:
     return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
 
 
-def _extracted(a: int, start: int, length: int, signed_type: bool) -> int:
-    start, length = start & 255, length & 255
-    value = signed(a) if signed_type else a  # beyond the top the sign repeats
+def _extracted(a: int, start: int, length: int, width: int, opcode: str) -> int:
+    value = signed(a, width) if opcode == "bfe.s" else a  # beyond the top the sign repeats
     field = (value >> start) & ((1 << length) - 1)
-    if signed_type and length:
-        field |= -1 << length if value >> min(start + length - 1, 31) & 1 else 0
+    if opcode == "bfe.s" and length:
+        field |= -1 << length if value >> min(start + length - 1, width - 1) & 1 else 0
     return field
+
+
+def _inserted(a: int, b: int, start: int, length: int) -> int:
+    field = (1 << length) - 1
+    return b & ~(field << start) | (a & field) << start
 
 
 def _looked_up(table: int, words: tuple) -> int:
@@ -118,16 +133,32 @@ INTEGERS = {
     },
     "shf.l.wrap.b32 %r4, %r1, %r2, %r3;": lambda a, b, by: (b << 32 | a) << (by & 31) >> 32,
     "shf.r.wrap.b32 %r4, %r1, %r2, %r3;": lambda a, b, by: (b << 32 | a) >> (by & 31),
-    "bfe.u32 %r4, %r1, %r2, %r3;": functools.partial(_extracted, signed_type=False),
-    "bfe.s32 %r4, %r1, %r2, %r3;": functools.partial(_extracted, signed_type=True),
 }
-FIELDS = [(a, start, length) for a in WORDS for start in (0, 5, 31) for length in (0, 1, 8, 27, 32)]
 
 
 @pytest.mark.parametrize("text", INTEGERS)
 def test_integers(compute, text):
-    expected = [INTEGERS[text](*triple) & 0xFFFFFFFF for triple in TRIPLES + FIELDS]
-    assert compute(text, TRIPLES + FIELDS) == expected
+    expected = [INTEGERS[text](*triple) & 0xFFFFFFFF for triple in TRIPLES]
+    assert compute(text, TRIPLES) == expected
+
+
+@pytest.mark.parametrize("width", [32, 64])
+@pytest.mark.parametrize("opcode", ["bfe.u", "bfe.s", "bfi.b"])
+def test_bit_fields(compute, opcode, width):
+    """Place and size of each field are in %r3. bfi inserts into the complement."""
+    fields = [(at, n) for at in (0, 5, 31, 32, 63, 255) for n in (0, 1, 8, 27, 32, 64, 255)]
+    cases = [(low, high, *field) for low in WORDS for high in (1, 0xDEADBEEF) for field in fields]
+    text = f"mov.b64 %d5, {{%r1, %r2}}; not.b64 %d6, %d5; shr.u32 %r6, %r3, 8; {opcode}{width} "
+    text += f"%d4, %d5, {'%d6, ' * (opcode == 'bfi.b')}%r3, %r6;"
+    mask, expected = (1 << width) - 1, []
+    for low, high, *field in cases:
+        a = (high << 32 | low) & mask
+        result = (
+            _inserted(a, ~a, *field) if opcode == "bfi.b" else _extracted(a, *field, width, opcode)
+        )
+        expected.append(result & mask)
+    got = compute(text, [(low, high, at | size << 8) for low, high, at, size in cases], wide=True)
+    assert [word & mask for word in got] == expected
 
 
 @pytest.mark.parametrize("letter", "us")
@@ -174,6 +205,19 @@ def test_maximum_and_nan(compute, opcode, nan):
     assert least == [1 << 31, 1 << 31, 0, 1 << 31]
 
 
+HALVES = "mov.b32 {%h1, %h2}, %r1; mov.b32 {%h3, %h4}, %r2;"
+# Type: its numbers in PyTorch, instructions before the comparison, operands.
+COMPARED = {
+    "f32": (torch.float32, "", "%r1, %r2"),
+    "f64": (torch.float32, "cvt.f64.f32 %d5, %r1; cvt.f64.f32 %d6, %r2;", "%d5, %d6"),
+    "f16": (torch.float16, HALVES, "%h1, %h3"),
+    "bf16": (torch.bfloat16, HALVES, "%h1, %h3"),
+    "f16x2": (torch.float16, "", "%r1, %r2"),
+    "bf16x2": (torch.bfloat16, "", "%r1, %r2"),
+}
+
+
+@pytest.mark.parametrize("kind", [*COMPARED, "ftz.f32", "ftz.f16", "ftz.f16x2"])
 @pytest.mark.parametrize(
     ("comparison", "holds", "of_nan"),
     [
@@ -183,14 +227,28 @@ def test_maximum_and_nan(compute, opcode, nan):
         ("geu", lambda a, b: a >= b, True),
         ("equ", lambda a, b: a == b, True),
         ("num", lambda a, b: True, False),
+        ("nan", lambda a, b: False, True),
     ],
 )
-def test_comparisons_of_floats(compute, comparison, holds, of_nan):
-    pairs = [(bits_of(a), bits_of(b)) for a in FLOATS for b in FLOATS]
-    text = f"setp.{comparison}.f32 %p1, %r1, %r2; selp.b32 %r4, 1, 0, %p1;"
-    for got, pair in zip(compute(text, pairs), pairs, strict=True):
-        a, b = map(float_of, pair)
-        assert got == (of_nan if a != a or b != b else holds(a, b))
+def test_comparisons_of_floats(compute, comparison, holds, of_nan, kind):
+    """Of two numbers, or of two pairs. The second predicate is the upper half's, or opposite."""
+    dtype, before, operands = COMPARED[kind.removeprefix("ftz.")]
+    lower = torch.cartesian_prod(*[torch.tensor(FLOATS).to(dtype)] * 2)
+    given = torch.stack([lower, lower.flip(0)] if dtype.itemsize == 2 else [lower], 2)
+    words = given.view(torch.int32).view(-1, 2).long() & 0xFFFFFFFF
+    least = torch.finfo(dtype).tiny if "ftz" in kind else 0
+
+    def expected(pair):
+        a, b = (0.0 if abs(x) < least else x for x in pair)
+        return of_nan if a != a or b != b else holds(a, b)
+
+    text = f"{before} setp.{comparison}.{kind} %p1|%p2, {operands}; selp.b32 %r4, 1, 0, %p1;"
+    text += f"setp.{comparison}.and.{kind} %p3, {operands}, !%p2; @%p2 or.b32 %r4, %r4, 2;"
+    found = compute(text + "@%p3 or.b32 %r4, %r4, 4;", words.tolist())
+    for got, pairs in zip(found, given.mT.tolist(), strict=True):
+        first, second = expected(pairs[0]), expected(pairs[-1])
+        second = second if "x2" in kind else not first
+        assert got == first + 2 * second + 4 * (first and not second)
 
 
 F16, BF16, E4M3, E5M2 = torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
