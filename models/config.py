@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,6 +44,8 @@ class Family:
     """Whether a layer has a window if config.json has no layer_types; None: never."""
     has_rope: Callable[[Mapping[str, Any], int], bool] = lambda fields, layer: True
     """Whether queries and keys of a layer are rotated."""
+    rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
+    """Scalings of RoPE that keep their frequencies at any length."""
 
 
 _DEFAULTS = {
@@ -106,6 +107,7 @@ FAMILIES: dict[str, Family] = {
     "Phi3ForCausalLM": Family(
         defaults=_DEFAULTS | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
         has_window=lambda fields, layer: True,
+        rope_types=("default",),  # "yarn" means LongRoPE here
     ),
     "GemmaForCausalLM": Family(defaults=_GEMMA, unit_offset_norms=True, scaled_embeddings=True),
     "Gemma2ForCausalLM": Family(
@@ -134,7 +136,8 @@ ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 
 def _positive(name: str, value: object) -> None:
-    if not isinstance(value, int | float) or not 0 < value < float("inf"):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < float("inf"):
         raise ValueError(f"{name}={value!r}: needs a positive number")
 
 
@@ -160,13 +163,12 @@ _ROPE_FIELDS = {
 class RopeScaling:
     """Scaling of RoPE's frequencies for contexts longer than in pre-training.
 
-    ``linear`` divides every frequency by ``factor`` (position interpolation).  ``llama3`` (Llama
-    3.1) divides frequencies with wavelengths above ``original_max_position_embeddings /
-    low_freq_factor``, keeps wavelengths below ``original_max_position_embeddings /
-    high_freq_factor`` and blends in between.  ``yarn`` (Peng et al., 2023) keeps pairs that turn
-    more than ``beta_fast`` times in the original context, divides pairs that turn less than
-    ``beta_slow`` times, blends in between by the pair's index (whole indices with ``truncate``),
-    and multiplies sines and cosines by ``attention_factor``.
+    The fields are transformers' ``rope_parameters``.  ``linear`` divides all frequencies by
+    ``factor``, ``llama3`` those with long wavelengths (Llama 3.1), ``yarn`` those of pairs that
+    turn seldom (Peng et al., 2023).  A type ignores the fields of the others.
+
+    Raises UnsupportedModel for another type, and ValueError, naming the field, for a value that is
+    not a positive number.
     """
 
     rope_type: str
@@ -177,17 +179,16 @@ class RopeScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
-    """None: 0.1 ln(factor) + 1 with yarn, else 1."""
+    """Factor of yarn's sines and cosines; None: it follows from factor, mscale, mscale_all_dim."""
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
     truncate: bool = True
 
     def __post_init__(self) -> None:
         _one_of("rope_type", self.rope_type, _ROPE_FIELDS)
-        if self.attention_factor is None:
-            yarn = self.rope_type == "yarn"
-            factor = 0.1 * math.log(max(1, self.factor)) + 1 if yarn else 1.0
-            object.__setattr__(self, "attention_factor", factor)
+        _flag("truncate", self.truncate)
         for name, value in vars(self).items():
-            if name not in ("rope_type", "truncate"):
+            if name not in ("rope_type", "truncate") and value is not None:
                 _positive(name, value)
         if not self.factor >= 1:
             raise ValueError(f"factor={self.factor!r}: RoPE is stretched by a factor of 1 or more")
@@ -300,6 +301,16 @@ class ModelConfig:
     def sliding_window(self) -> int | None:
         """Largest window of any layer; None if a layer sees all tokens."""
         return None if not self.windows or None in self.windows else max(self.windows)
+
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence, as in vLLM: linear scaling multiplies max_position_embeddings, but for
+        Gemma 3, where the checkpoint has done so."""
+        scalings = [rope.scaling for rope in self.ropes if rope is not None and rope.scaling]
+        factors = [scaling.factor for scaling in scalings if scaling.rope_type == "linear"]
+        if "rope_local_base_freq" in self.family.defaults:
+            factors = []
+        return int(self.max_position_embeddings * max(factors, default=1))
 
     @property
     def family(self) -> Family:
@@ -489,51 +500,66 @@ def _head_dim(hidden_size: int, num_q_heads: int) -> int:
 
 
 def _ropes(fields: Mapping[str, Any], layers: list[str], family: Family) -> tuple[Rope | None, ...]:
-    """RoPE of each layer, or one for all: separate fields in transformers 4, in transformers 5 one
-    object, or one for each kind of attention.
-
-    If both names of the object are present, rope_scaling wins, as in transformers.
-    """
-    given = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
-    if not isinstance(given, Mapping):
-        raise ValueError(f"field 'rope_scaling': expected a JSON object, got {given!r}")
-    by_kind = dict.fromkeys(layers, given)
-    if any(isinstance(value, Mapping) for value in given.values()):
-        by_kind = {kind: given.get(kind) for kind in by_kind}
-        for kind, parameters in by_kind.items():
-            if not isinstance(parameters, Mapping):
-                raise ValueError(f"rope_parameters: {kind}={parameters!r}: needs a JSON object")
-    elif "rope_local_base_freq" in fields and _SLIDING in by_kind:
-        by_kind[_SLIDING] = {"rope_theta": fields["rope_local_base_freq"]}
-    ropes = {kind: _rope(fields, parameters) for kind, parameters in by_kind.items()}
+    """RoPE of each layer, or one for all.  Fields stand where transformers 4 and 5 write them, and
+    win over each other as in transformers 5."""
+    scaling, parameters = (
+        _json_object(name, fields.get(name, {})) for name in ("rope_scaling", "rope_parameters")
+    )
+    if "rope_local_base_freq" in family.defaults:  # Gemma 3
+        kinds = {kind: _json_object(kind, parameters.get(kind) or {}) for kind in _LAYER_TYPES}
+        if parameters.keys() - kinds or ("type" in scaling and "rope_type" not in scaling):
+            raise UnsupportedModel(
+                "rope_parameters: needs an object for each of full_attention, sliding_attention; "
+                f"rope_scaling: needs a rope_type; got {parameters!r}, {scaling!r}"
+            )
+        full, sliding = kinds[_FULL] | scaling, kinds[_SLIDING]
+        if not full.get("truncate", True) or not sliding.get("truncate", True):
+            raise UnsupportedModel("truncate=false: transformers has it for one RoPE only")
+        sliding = {"rope_theta": fields["rope_local_base_freq"]} | sliding
+        by_kind = {_FULL: full, _SLIDING: sliding}
+    else:
+        whole = dict(scaling or parameters)
+        if "original_max_position_embeddings" in fields:
+            name = "original_max_position_embeddings"
+            whole[name] = fields[name]
+        by_kind = dict.fromkeys(layers, whole)
+    ropes = {kind: _rope(fields, by_kind[kind], family) for kind in layers}
     of_layers = tuple(
         ropes[kind] if family.has_rope(fields, layer) else None for layer, kind in enumerate(layers)
     )
     return of_layers if len(set(of_layers)) > 1 else of_layers[:1]
 
 
-def _rope(fields: Mapping[str, Any], parameters: Mapping[str, Any]) -> Rope:
-    parameters = {name: value for name, value in parameters.items() if value is not None}
-    partial = parameters.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1))
+def _json_object(name: str, value: object) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"field {name!r}: expected a JSON object, got {value!r}")
+    return dict(value)
+
+
+def _rope(fields: Mapping[str, Any], given: Mapping[str, Any], family: Family) -> Rope:
+    nested = [name for name, value in given.items() if isinstance(value, Mapping)]
+    if nested:
+        raise UnsupportedModel(f"rope_parameters: {nested[0]}: all layers have one RoPE here")
+    partial = given.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1))
     if partial != 1:
         raise UnsupportedModel(
             f"partial_rotary_factor={partial!r}: these decoders rotate all of head_dim"
         )
-    theta = parameters.get("rope_theta", fields["rope_theta"])
-    rope_type = parameters.get("rope_type", parameters.get("type", "default"))
+    theta = given.get("rope_theta", fields["rope_theta"])
+    rope_type = given.get("rope_type", given.get("type", "default"))
+    _one_of("rope_type", rope_type, family.rope_types)
     if rope_type == "default":
         return Rope(theta)
-    if rope_type == "yarn":
-        if "mscale" in parameters or "mscale_all_dim" in parameters:
-            raise UnsupportedModel("rope scaling of type 'yarn': mscale is not supported")
-        positions = fields["max_position_embeddings"]
-        parameters.setdefault("original_max_position_embeddings", positions)
-    for name in _ROPE_FIELDS.get(rope_type, ()):
-        if name not in parameters:
+    given = {"original_max_position_embeddings": fields["max_position_embeddings"]} | given
+    for name in _ROPE_FIELDS[rope_type]:
+        if given.get(name) is None:
             raise ValueError(f"rope scaling of type {rope_type!r}: field {name!r} is missing")
-    names = {field.name for field in dataclasses.fields(RopeScaling)}
-    options = {name: value for name, value in parameters.items() if name in names}
-    return Rope(theta, RopeScaling(**{"factor": 1.0} | options | {"rope_type": rope_type}))
+    names = set(_ROPE_FIELDS[rope_type])
+    if rope_type == "yarn":
+        names = {name for name, value in given.items() if value is not None} | {"truncate"}
+        names &= {field.name for field in dataclasses.fields(RopeScaling)} & given.keys()
+    options = {name: given[name] for name in names}
+    return Rope(theta, RopeScaling(**options | {"rope_type": rope_type}))
 
 
 def _dtype(fields: Mapping[str, Any]) -> torch.dtype:
@@ -544,6 +570,6 @@ def _dtype(fields: Mapping[str, Any]) -> torch.dtype:
 
 def _token_ids(name: str, value: Any) -> frozenset[int]:
     values = value if isinstance(value, list) else [value]
-    if not all(isinstance(token, int) and token >= 0 for token in values):
+    if not all(type(token) is int and token >= 0 for token in values):
         raise ValueError(f"field {name!r}: expected a token id or a list of them, got {value!r}")
     return frozenset(values)

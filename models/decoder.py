@@ -222,7 +222,7 @@ def build_model(
 ) -> CausalLM:
     """A model with uninitialised weights of ``dtype`` on ``device``.
 
-    max_positions: size of the RoPE table; by default max_position_embeddings.
+    max_positions: size of the RoPE table; by default the config's.
     """
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -232,7 +232,7 @@ def build_model(
                 config,
                 backend,
                 tp or TensorParallel(),
-                max_positions or config.max_position_embeddings,
+                max_positions or config.max_positions,
             )
     finally:
         torch.set_default_dtype(previous)

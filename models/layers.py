@@ -7,17 +7,17 @@ holds; loading, random initialisation and sharding all use this mapping.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from models.config import Rope, RopeScaling
+from kernels.testing.hugging_face import import_transformers
+from models.config import Rope
 from models.parallel import TensorParallel
 
 
@@ -164,41 +164,23 @@ class VocabParallelEmbedding(nn.Module):
         yield from _linear_tensors(name, self.weight[: self.num_used], None, shape, index)
 
 
-def rope_frequencies(head_dim: int, rope: Rope | None) -> torch.Tensor:
-    """Angle per position of each rotated pair, (head_dim / 2,) fp32; zeros without RoPE."""
+def rope_frequencies(head_dim: int, rope: Rope | None) -> tuple[torch.Tensor, float]:
+    """Angle per position of each rotated pair, (head_dim / 2,) fp32, zeros without RoPE; and the
+    factor of cosines and sines."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     if rope is None:
-        return torch.zeros_like(exponents)
-    theta, scaling = rope.theta, rope.scaling
-    frequencies = 1.0 / theta**exponents
-    if scaling is None:
-        return frequencies
-    if scaling.rope_type == "linear":
-        return frequencies / scaling.factor
-    # The kept share of a frequency depends on the turns of its pair in the original context.
-    turns = scaling.original_max_position_embeddings * frequencies / (2 * torch.pi)
-    if scaling.rope_type == "llama3":
-        low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        kept = (turns - low) / (high - low)
-    else:
-        kept = _yarn_share(turns.shape[0], theta, scaling)
-    kept = kept.clamp(0.0, 1.0)
-    return frequencies * (kept + (1.0 - kept) / scaling.factor)
+        return torch.zeros_like(exponents), 1.0
+    if rope.scaling is None:
+        return 1.0 / rope.theta**exponents, 1.0
+    import_transformers()
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-
-def _yarn_share(num_pairs: int, theta: float, scaling: RopeScaling) -> torch.Tensor:
-    """Kept share of each pair's frequency; falls linearly with the index of the pair."""
-
-    def pair_that_turns(times: float) -> float:
-        base = scaling.original_max_position_embeddings / (2 * math.pi * times)
-        return num_pairs * math.log(base) / math.log(theta)
-
-    first, last = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
-    if scaling.truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, 2 * num_pairs - 1)
-    last = last + 0.001 if first == last else last
-    return 1 - (torch.arange(num_pairs, dtype=torch.float32) - first) / (last - first)
+    config = SimpleNamespace(  # the part of a config that these functions read
+        rope_parameters=vars(rope.scaling) | {"rope_theta": rope.theta},
+        standardize_rope_params=lambda: None,
+        head_dim=head_dim, hidden_size=head_dim, num_attention_heads=1,
+    )  # fmt: skip
+    return ROPE_INIT_FUNCTIONS[rope.scaling.rope_type](config)
 
 
 @dataclass(frozen=True)
@@ -235,11 +217,9 @@ class RotaryEmbedding(nn.Module):
                 f"max_position_embeddings={max_positions}: RoPE is tabulated for at most "
                 f"{_MAX_POSITIONS} positions; give a max_model_len"
             )
-        frequencies = rope_frequencies(head_dim, rope)
+        frequencies, factor = rope_frequencies(head_dim, rope)
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
-        table = torch.stack((angles.cos(), angles.sin()))
-        if rope is not None and rope.scaling is not None:
-            table *= rope.scaling.attention_factor
+        table = torch.stack((angles.cos(), angles.sin())) * factor
         self.table: torch.Tensor
         self.register_buffer("table", table, persistent=False)
 

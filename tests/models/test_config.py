@@ -20,6 +20,7 @@ LLAMA_31 = {  # as published, before transformers 5
     "max_position_embeddings": 131072, "rope_theta": 500000.0, "rope_scaling": SCALING,
     "vocab_size": 128256, "tie_word_embeddings": False, "eos_token_id": [128001, 128008, 128009],
 }  # fmt: skip
+PHI3, GEMMA3 = ({"architectures": [f"{name}ForCausalLM"]} for name in ("Phi3", "Gemma3"))
 QWEN3 = LLAMA_31 | {"architectures": ["Qwen3ForCausalLM"]}
 
 
@@ -106,7 +107,10 @@ def test_a_missing_field_is_named():
         ({"layer_types": ["chunked_attention"] * 32}, "layer_types: .* not chunked_attention"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope_type='longrope'"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": 1.0}}, "yarn': mscale is not"),
+        ({"rope_scaling": {"sliding_attention": {}}}, "rope_parameters: sliding_attention: all"),
+        (PHI3 | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn': choose"),
+        (GEMMA3 | {"rope_parameters": {"rope_type": "linear"}}, "rope_parameters: needs an object"),
+        (GEMMA3 | {"rope_scaling": {"type": "linear"}}, "rope_scaling: needs a rope_type"),
         ({"torch_dtype": "int8"}, "dtype='int8'"),
     ],
 )
@@ -138,7 +142,9 @@ def test_unsupported_features_are_refused(change, message):
         ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor=0.5"),
         ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "factor='2': needs a positive"),
         ({"rope_scaling": {"rope_type": "linear", "factor": None}}, "'factor' is missing"),
-        ({"rope_scaling": {"sliding_attention": {}}}, "rope_parameters: full_attention=None"),
+        (GEMMA3 | {"rope_parameters": {"full_attention": 4}}, "full_attention': expected a JSON"),
+        ({"rope_scaling": {"type": "linear", "factor": True}}, "factor=True: needs a positive"),
+        ({"eos_token_id": True}, "field 'eos_token_id'"),
         ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}, "no_rope_layers: needs"),
         ({"rope_scaling": "linear"}, "field 'rope_scaling': expected a JSON object, got 'linear'"),
         ({"rope_theta": "big"}, "rope_theta='big': needs a positive number"),

@@ -1,44 +1,77 @@
 from __future__ import annotations
 
+import collections
+import copy
+import importlib
+import random
+
 import pytest
 import torch
 
-from kernels.testing.accuracy import accuracy
-from models.config import ModelConfig, Rope
-from models.layers import RotaryEmbedding, apply_rope, rope_frequencies
-from tests.models.tiny import TINY, Fp64
+from models.config import FAMILIES, ModelConfig, Rope
+from models.layers import RotaryEmbedding, apply_rope
+from tests.models.tiny import TINY
 
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
-BETAS = {"beta_fast": 9.0, "beta_slow": 2.0}
+PLACES = ("rope_scaling", "rope_parameters")
+
 SCALINGS = {
-    "linear": {"rope_type": "linear", "factor": 3.0},
-    "llama3": LLAMA3 | {"original_max_position_embeddings": 512},
-    "yarn": YARN,
-    "yarn_untruncated": YARN | BETAS | {"attention_factor": 1.5, "truncate": False},
-}
+    "rope_type": ["default", "linear", "llama3", "yarn"], "type": ["linear", "yarn"],
+    "factor": [1, 2.5, 4.0], "original_max_position_embeddings": [64, 1024],
+    "low_freq_factor": [1, 2.0], "high_freq_factor": [4.0, 8],
+    "beta_fast": [9.0, 48, None], "beta_slow": [1, 2.0, None], "truncate": [True, False],
+    "attention_factor": [0.5, 1.5, None], "mscale": [0.7, 1, None], "mscale_all_dim": [0.4, 1.0],
+    "rope_theta": [100.0, 5e5], "partial_rotary_factor": [1.0],
+}  # fmt: skip
+ODD = {
+    "rope_type": ["dynamic", "longrope", "su", None], "factor": ["4", True, None, 0.5],
+    "original_max_position_embeddings": [None, "64"], "truncate": [None, 0], "rope_theta": [None],
+    "partial_rotary_factor": [0.5, None],
+}  # fmt: skip
+OUTSIDE = {
+    "rope_theta": [1e3, 1000000], "original_max_position_embeddings": [128, 2048],
+    "partial_rotary_factor": [1, 0.5], "rope_local_base_freq": [300.0],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SCALINGS)
-def test_scaled_frequencies_equal_those_of_transformers(name, transformers):
-    """Errors are relative: frequencies span four decades."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+@pytest.mark.parametrize("name", ["Llama", "Qwen2", "SmolLM3", "Phi3", "Gemma2", "Gemma3"])
+def test_cosines_and_sines_are_those_of_transformers(name, transformers):
+    """Or the configuration is refused.  It has random fields in random places."""
+    module = importlib.import_module(f"transformers.models.{name.lower()}.modeling_{name.lower()}")
+    new_config = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")
+    draw, read, positions = random.Random(0), collections.Counter(), torch.tensor([[0, 1, 37, 299]])
 
-    theirs = transformers.LlamaConfig(
-        hidden_size=64,
-        num_attention_heads=1,
-        rope_parameters=SCALINGS[name] | {"rope_theta": 10000.0},
-    )
-    frequencies = ROPE_INIT_FUNCTIONS[SCALINGS[name]["rope_type"]]
-    low, attention_factor = frequencies(theirs, torch.device("cpu"))
-    with Fp64():
-        ref, _ = frequencies(theirs, torch.device("cpu"))
-    fields = {"architectures": ["LlamaForCausalLM"], "rope_scaling": SCALINGS[name]}
-    [ours] = set(ModelConfig.from_dict(TINY | fields).ropes)
-    assert ours.scaling.attention_factor == attention_factor
-    out = rope_frequencies(64, ours)
-    judged = accuracy(out / ref, low / ref, torch.ones_like(ref))
-    assert judged.passed, judged
+    def some(choices, share):
+        return {key: draw.choice(v) for key, v in choices.items() if draw.random() < share}
+
+    def scaling():
+        return some(SCALINGS, draw.choice([0.1, 0.9])) | some(ODD, draw.choice([0, 0, 0.1]))
+
+    for _ in range(200):
+        fields = some(OUTSIDE, draw.choice([0, 0.3]))
+        for place in draw.choice([[], ["rope_scaling"], ["rope_parameters"], [*PLACES]]):
+            fields[place] = scaling()
+            if draw.random() < (0.7 if name == "Gemma3" else 0.1):
+                kinds = ("full_attention", "sliding_attention")
+                fields[place] = {kind: scaling() for kind in kinds}
+        fields |= TINY | {"head_dim": 64}
+        try:
+            config = ModelConfig.from_dict(fields | {"architectures": [f"{name}ForCausalLM"]})
+        except ValueError:
+            continue
+        try:
+            theirs = new_config(**copy.deepcopy(fields))
+        except KeyError:
+            continue
+        rotary = getattr(module, f"{name}RotaryEmbedding")(theirs)
+        for rope, kind in zip(config.ropes * 2, getattr(theirs, "layer_types", "  "), strict=False):
+            of_kind = [kind] if name == "Gemma3" else []
+            ours = RotaryEmbedding(64, rope, 300)(positions[0]).of_tokens
+            for table, expected in zip(
+                ours, rotary(torch.zeros(1), positions, *of_kind), strict=True
+            ):
+                assert torch.equal(table[:, 0], expected[0, :, :32]), fields
+            read[rope.scaling.rope_type if rope.scaling else "default"] += 1
+    assert set(read) == set(FAMILIES[f"{name}ForCausalLM"].rope_types), read
 
 
 def test_rope_rotates_in_fp32_and_keeps_the_dtype():
