@@ -32,7 +32,9 @@ from models.prompts import (
     list_prompts,
     load_chat_template,
     load_tokenizer,
+    refuse_media,
     to_token_ids,
+    tokenizer_errors,
 )
 from models.runner import ModelRunner
 from models.sampler import Sampler
@@ -252,12 +254,13 @@ class LLM:
         """Generate the next message of one or several chats, by the checkpoint's chat template.
 
         messages: a chat, ``[{"role": "user", "content": "..."}, ...]``, or several.  A content may
-            be a list of ``{"type": "text", "text": "..."}``; its texts become lines.
-        template_options: variables of the template: ``add_generation_prompt`` (default True),
-            ``tools`` (JSON schemas of functions), ``enable_thinking`` or others, as it has them.
+            be a list of ``{"type": "text", "text": "..."}`` if the template takes lists.
+        template_options: options of ``ChatTemplate.render``, for example ``tools`` (functions or
+            their JSON schemas), ``continue_final_message``, or variables such as
+            ``enable_thinking``.
 
-        Returns and raises as ``generate``; ValueError also for a checkpoint without a template, and
-        for an option that the template does not have.
+        Returns and raises as ``generate``; ValueError also for a checkpoint without a template, for
+        an option that the template does not have, and for errors of the template.
         """
         if self.chat_template is None or self.tokenizer is None:
             raise ValueError(
@@ -265,8 +268,10 @@ class LLM:
             )
         chats = [messages] if messages and isinstance(messages[0], Mapping) else messages
         texts = [self.chat_template.render(chat, **template_options) for chat in chats]
+        for chat in chats:
+            refuse_media(chat)
         # The template writes the special tokens.
-        prompts = [self.tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+        prompts = [self.encode(text, add_special_tokens=False) for text in texts]
         outputs = self.generate(prompts, sampling_params)
         return [
             dataclasses.replace(output, prompt=text)
@@ -288,16 +293,21 @@ class LLM:
         """
         self._streams.abort(request_id)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt.  Raises ValueError if the model came without a tokenizer."""
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt.  ``add_special_tokens`` adds those of the tokenizer, such as BOS.
+
+        Raises ValueError for a text that cannot be tokenized, and without a tokenizer.
+        """
         if self.tokenizer is None:
             raise ValueError(
                 "prompt: a text needs a tokenizer.json in the model's folder; pass token ids"
             )
         try:
-            return self.tokenizer.encode(text).ids
-        except TypeError as error:  # a lone surrogate
+            text.encode()
+        except UnicodeEncodeError as error:  # a lone surrogate
             raise ValueError(f"prompt: {reprlib.repr(text)} is not valid Unicode") from error
+        with tokenizer_errors(f"prompt: {reprlib.repr(text)}"):
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def _with_special_stops(self, params: SamplingParams) -> SamplingParams:
         """Stop strings that are special tokens become stop tokens: texts do not show them."""

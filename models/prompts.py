@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import datetime
-import json
+import contextlib
+import functools
 import operator
+import re
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import jinja2
-import jinja2.meta
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from models.config import read_json_object
 from models.gguf import is_gguf, open_gguf
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,25 @@ class SaltedPrompt:
 
 Prompt = str | Sequence[int] | SaltedPrompt
 Messages = Sequence[Mapping[str, object]]
-"""Messages of a chat, each with a "role" and a "content"."""
+"""Messages of a chat, usually with a "role" and a "content"."""
+
+_OPTIONS = {"tools", "documents", "chat_template", "continue_final_message"}
+"""Options that transformers takes for every template."""
+
+_MEDIA = re.compile("(input_)?(image|audio|video|file)(_url)?")
+"""Types of parts of a content that only a multi-modal model can read."""
+
+
+@contextlib.contextmanager
+def tokenizer_errors(place: str | Path) -> Iterator[None]:
+    """Raises ValueError, beginning with ``place``, for errors and panics of tokenizers."""
+    try:
+        yield
+    except BaseException as error:
+        # A panic is a BaseException, of a class that cannot be imported.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{place}: " + str(error).removeprefix(f"{place}: ")) from None
 
 
 def load_tokenizer(folder: Path | None) -> Tokenizer | None:
@@ -46,14 +66,14 @@ def load_tokenizer(folder: Path | None) -> Tokenizer | None:
     Raises ValueError, naming the file, if it cannot be read.
     """
     if folder is not None and is_gguf(folder):
-        return open_gguf(folder).tokenizer()
+        file = open_gguf(folder)
+        with tokenizer_errors(folder):
+            return file.tokenizer()
     path = None if folder is None else folder / "tokenizer.json"
     if path is None or not path.exists():
         return None
-    try:
+    with tokenizer_errors(path):
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises nothing more specific
-        raise ValueError(f"{path}: {error}") from None
     tokenizer.no_truncation()  # settings of training batches
     tokenizer.no_padding()
     return tokenizer
@@ -69,6 +89,15 @@ def list_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     return [prompts] if prompts and isinstance(prompts[0], Integral) else prompts
 
 
+def refuse_media(messages: Messages) -> None:
+    """Raises ValueError for an image, audio, video or file among the parts of a message."""
+    for message in messages:
+        parts = message.get("content")
+        for part in parts if isinstance(parts, list | tuple) else ():
+            if isinstance(part, Mapping) and _MEDIA.fullmatch(str(part.get("type"))):
+                raise ValueError(f"messages: needs parts of type text, got {reprlib.repr(part)}")
+
+
 def to_token_ids(prompt: Iterable[int]) -> list[int]:
     """Token ids as a list of int.  Raises ValueError for other types."""
     if isinstance(prompt, bytes | bytearray):
@@ -80,63 +109,91 @@ def to_token_ids(prompt: Iterable[int]) -> list[int]:
 
 
 class ChatTemplate:
-    """Jinja template that formats a chat, from chat_template.jinja or tokenizer_config.json.
+    """Chat template of a checkpoint.  transformers reads and renders it when a chat is rendered.
 
-    Raises ValueError, naming the file, for a malformed template.
+    Args:
+        source: Jinja text, or several by name.  None reads what the folder ``path`` has:
+            chat_template.jinja and additional_chat_templates, else tokenizer_config.json.
+        path: file or folder, for errors.
+        special_tokens: special tokens that the template sees, such as bos_token.  A folder has its
+            own.
     """
 
-    def __init__(self, source: str, path: Path, special_tokens: Mapping[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-        self._path, self._special_tokens = path, special_tokens
-        try:
-            self._template = environment.from_string(source)
-            self._variables = jinja2.meta.find_undeclared_variables(environment.parse(source))
-        except jinja2.TemplateError as error:
-            raise ValueError(f"{path}: chat template: {error}") from None
+    def __init__(
+        self,
+        source: str | Mapping[str, str] | None,
+        path: Path,
+        special_tokens: Mapping[str, str],
+    ) -> None:
+        self._source, self._path, self._special_tokens = source, path, special_tokens
 
     def render(
-        self, messages: Messages, *, add_generation_prompt: bool = True, **options: object
+        self, messages: Messages, *, add_generation_prompt: bool | None = None, **options: object
     ) -> str:
-        """The text of a chat, with ``add_generation_prompt`` up to the start of the model's answer.
+        """The text that ``apply_chat_template`` of transformers writes for a chat.
 
-        Raises ValueError for malformed messages, for options that the template does not have, and
-        for errors of the template.
+        Args:
+            messages: the chat.
+            add_generation_prompt: end with the start of the model's answer.  By default True,
+                unless ``continue_final_message`` is given.
+            options: ``tools``, ``documents``, ``chat_template``, ``continue_final_message`` as in
+                transformers, and variables of the template.
+
+        Raises ValueError for malformed messages, for options that the template does not name, and
+        for errors of the template, which name its file.
         """
-        unknown = options.keys() - self._variables
-        if unknown:
-            raise ValueError(
-                f"{', '.join(sorted(unknown))}: the chat template has no such option; it reads "
-                f"{', '.join(sorted(self._variables))}"
-            )
+        messages = list(messages)
         for message in messages:
-            if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-                raise ValueError(
-                    f"messages: needs mappings with role and content, got {reprlib.repr(message)}"
-                )
+            if not isinstance(message, Mapping):
+                raise ValueError(f"messages: needs mappings, got {reprlib.repr(message)}")
+        if add_generation_prompt is None:
+            add_generation_prompt = not options.get("continue_final_message")
         try:
-            return self._template.render(
-                messages=list(map(_with_one_text, messages)),
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens | options,
+            reader = self._reader
+            source = reader.get_chat_template(options.get("chat_template"), options.get("tools"))
+            for name in options.keys() - _OPTIONS:
+                if not re.search(rf"\b{re.escape(name)}\b", source):
+                    raise ValueError(f"{name}: the chat template has no such option")
+            return reader.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **options
             )
-        except (jinja2.TemplateError, TypeError) as error:
-            raise ValueError(f"messages: {self._path}: {error}") from None
+        except Exception as error:  # a template may raise any
+            place = ", ".join(map(str, _template_files(self._path) or [self._path]))
+            raise ValueError(f"messages: {place}: {error} ({type(error).__name__})") from error
+
+    @functools.cached_property
+    def _reader(self) -> PreTrainedTokenizerBase:
+        reader = _reader_class()
+        if self._source is None:
+            return reader.from_pretrained(self._path, local_files_only=True)
+        return reader(chat_template=self._source, **self._special_tokens)
 
 
-def _with_one_text(message: Mapping[str, object]) -> Mapping[str, object]:
-    """The message with the parts of its content as one text, a line each."""
-    parts = message["content"]
-    if not isinstance(parts, list):
-        return message
-    for part in parts:
-        if not isinstance(part, Mapping) or part.get("type") != "text":
-            raise ValueError(f"messages: needs parts of type text, got {reprlib.repr(part)}")
-    return {**message, "content": "\n".join(str(part["text"]) for part in parts)}
+def _template_files(folder: Path) -> list[Path]:
+    """The files that hold the templates of a checkpoint; files of Jinja text go first."""
+    patterns = "chat_template.jinja", "additional_chat_templates/*.jinja"
+    files = [file for pattern in patterns for file in sorted(folder.glob(pattern))]
+    config = folder / "tokenizer_config.json"
+    if not files and config.exists() and read_json_object(config).get("chat_template") is not None:
+        return [config]
+    return files
+
+
+@functools.cache
+def _reader_class() -> type[PreTrainedTokenizerBase]:
+    """transformers' tokenizer without a vocabulary: it reads and renders chat templates."""
+    from transformers import PreTrainedTokenizerBase  # takes seconds
+
+    class Reader(PreTrainedTokenizerBase):
+        added_tokens_decoder: Mapping[int, object] = {}
+
+        def __init__(self, *_: object, **fields: object) -> None:
+            for name in self.SPECIAL_TOKENS_ATTRIBUTES:
+                if isinstance(fields.get(name), Mapping):
+                    fields[name] = fields[name]["content"]
+            super().__init__(**fields)
+
+    return Reader
 
 
 def load_chat_template(folder: Path | None) -> ChatTemplate | None:
@@ -144,26 +201,6 @@ def load_chat_template(folder: Path | None) -> ChatTemplate | None:
     if folder is None:
         return None
     if is_gguf(folder):
-        source, tokens = open_gguf(folder).chat_template()
-        return None if source is None else ChatTemplate(source, folder, tokens)
-    path = folder / "tokenizer_config.json"
-    config = read_json_object(path) if path.exists() else {}
-    tokens = {
-        name: token["content"] if isinstance(token, Mapping) else token
-        for name in ("bos_token", "eos_token", "pad_token", "unk_token")
-        if (token := config.get(name))
-    }
-    source, separate = config.get("chat_template"), folder / "chat_template.jinja"
-    if separate.exists():
-        path, source = separate, separate.read_text(encoding="utf-8")
-    if isinstance(source, list):  # several templates by name
-        source = {named["name"]: named["template"] for named in source}.get("default")
-    return None if source is None else ChatTemplate(source, path, tokens)
-
-
-def _to_json(value: object, indent: int | None = None, **options: object) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
-
-
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)
+        sources, tokens = open_gguf(folder).chat_template()
+        return ChatTemplate(sources, folder, tokens) if sources else None
+    return ChatTemplate(None, folder, {}) if _template_files(folder) else None

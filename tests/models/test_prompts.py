@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import json
+import re
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from models.prompts import list_prompts, load_tokenizer, to_token_ids
+from models.prompts import list_prompts, load_chat_template, load_tokenizer, to_token_ids
 
 
 @pytest.mark.parametrize(
@@ -58,8 +63,106 @@ def test_a_tokenizer_neither_truncates_nor_pads(tmp_path):
     assert load_tokenizer(tmp_path).encode("w1 w2 w3 w4 w5").ids == [1, 2, 3, 4, 5]
 
 
-def test_a_damaged_tokenizer_is_named(tmp_path):
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"version": "1.0"',
+        '{"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": [["a", "b"]]}}',  # a panic
+    ],
+)
+def test_a_damaged_tokenizer_is_named(tmp_path, text):
     assert load_tokenizer(tmp_path) is None
-    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')
-    with pytest.raises(ValueError, match=r"tokenizer\.json: "):
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(ValueError, match=r"^\S*tokenizer\.json: "):
         load_tokenizer(tmp_path)
+
+
+TEMPLATES = {
+    "default": (
+        "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{% if m.content is string %}"
+        "{{ m.content | trim }}{% else %}{% for p in m.content %}{{ p.text }};{% endfor %}"
+        "{% endif %}{{ eos_token }}{{ m.reasoning_content }}{{ m.name is none }}{% endfor %}"
+        "{{ pad_token is defined }}{{ image_token }}{{ tools is none }}{{ documents is defined }}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    ),
+    "tool_use": (
+        "{{ tools | tojson(ensure_ascii=True, separators=(',', ':'), sort_keys=True) }}"
+        "{{ messages | tojson(indent=2) }}{{ documents | tojson }}"
+    ),
+    "tracked": (
+        "{% macro quoted(m) %}{{ mark | default('-') }}{{ m['content'] }}{% endmacro %}\n"
+        "{%- for m in messages if m.content %}\n  {% generation %}{{ quoted(m) }}"
+        "{% endgeneration %}\n  {% if loop.last %}{% break %}{% endif %}\n{% endfor %}"
+    ),
+    "call": "{{ messages[0].tool_calls[0].function.name }}",
+    "strict": "{{ raise_exception('no') if messages[1:] else 1 // messages[0].content | length }}",
+    "open": "{% if %}",
+}
+
+
+def weather(city: str):
+    """The weather of today.
+
+    Args:
+        city: Its name.
+    """
+
+
+texts = st.text("a é\n<", max_size=4)
+parts = st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": texts}), max_size=2)
+chats = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant"])},
+        optional={
+            "content": st.none() | texts | parts,
+            "tool_calls": st.just([{"function": {"name": "f", "arguments": {}}}]),
+            "reasoning": texts,
+            "name": st.none() | texts,
+        },
+    ),
+    max_size=3,
+)
+options_of_a_chat = st.fixed_dictionaries(
+    {},
+    optional={
+        "tools": st.none() | st.lists(st.sampled_from([weather, {"é": 1, "a": "é<"}]), max_size=2),
+        "documents": st.just([{"title": "é"}]),
+        "add_generation_prompt": st.booleans(),
+        "continue_final_message": st.sampled_from([False, True, "reasoning"]),
+        "chat_template": st.sampled_from([*TEMPLATES, "{{ messages[0].content }} mark"]),
+        "mark": texts,
+    },
+)
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_chats_are_written_as_transformers_writes_them(in_files, tmp_path, transformers):
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    sources = {name: source + "{# mark #}" for name, source in TEMPLATES.items()}
+    config = {"bos_token": {"__type": "AddedToken", "content": "<s>"}, "eos_token": None}
+    config["extra_special_tokens"] = {"image_token": "<image>"}
+    config["chat_template"] = [{"name": n, "template": s} for n, s in sources.items()]
+    if in_files:
+        config["chat_template"] = "is not read"
+        (tmp_path / "special_tokens_map.json").write_text('{"eos_token": {"content": "</s>"}}')
+        (tmp_path / "chat_template.jinja").write_text(sources.pop("default"))
+        (tmp_path / "additional_chat_templates").mkdir()
+        for name, source in sources.items():
+            (tmp_path / "additional_chat_templates" / f"{name}.jinja").write_text(source)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    ours = load_chat_template(tmp_path)
+
+    @settings(max_examples=200)
+    @given(chats, options_of_a_chat)
+    def check(chat, options):
+        prompted = {"add_generation_prompt": not options.get("continue_final_message")}
+        try:
+            expected = theirs.apply_chat_template(chat, tokenize=False, **prompted | options)
+        except Exception:
+            with pytest.raises(ValueError, match=re.escape(str(tmp_path))):
+                ours.render(chat, **options)
+        else:
+            assert ours.render(chat, **options) == expected
+
+    check()
