@@ -49,7 +49,6 @@ from kernels.fp8_cache import (
 )
 from kernels.launch import launch
 from kernels.primitives import (
-    LN_2,
     accumulate,
     add_bytes,
     add_sinks,
@@ -57,9 +56,9 @@ from kernels.primitives import (
     await_launches_before,
     cast,
     dot,
-    folds_scale,
     load_block_ids,
     load_rows,
+    natural_max,
     normalise,
     online_softmax_weights,
     row_ptrs,
@@ -171,7 +170,7 @@ def _paged_decode_kernel(
     NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    USE_WINDOW: tl.constexpr, FOLD_SCALE: tl.constexpr,
+    USE_WINDOW: tl.constexpr, NEGATIVE_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     IS_SPLIT: tl.constexpr, PAIRED_VALUES: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
@@ -180,8 +179,9 @@ def _paged_decode_kernel(
     one chunk of one sequence.
 
     Heads vary fastest, so that programs that read adjacent memory run at the same time.
-    IS_SPLIT: out and lse are split states, and the launch writes all from first_state on. Otherwise
-    every sequence has one chunk, out and lse are the results, and lse_ptr may be None.
+    IS_SPLIT: out and lse are acc and sums of split states, and the launch writes all from
+    first_state on. Otherwise every sequence has one chunk, out and lse are the results, and lse_ptr
+    may be None.
     Strides of the caches are in bytes.
     BLOCK_SIZE 0: not paged. Entry 0 of a table row is the contiguous piece with the whole sequence.
     PAIRED_VALUES: read the values of an fp8 cache in pairs. Even and odd elements have separate
@@ -236,7 +236,7 @@ def _paged_decode_kernel(
         qk_scale = scale * q_unit
         if k_scale is not None:
             qk_scale *= load_scale(k_scale, kv_head, stride_k_scale)
-        unit = score_unit(qk_scale, FOLD_SCALE)
+        unit = score_unit(qk_scale, softcap, HAS_SOFTCAP, HAS_ALIBI)
         k_ptr = add_bytes(k_cache_ptr, wide_product(kv_head, stride_k_head))
         v_ptr = add_bytes(v_cache_ptr, wide_product(kv_head, stride_v_head))
         table_ptr = block_tables_ptr + wide_product(seq, stride_table)
@@ -271,7 +271,7 @@ def _paged_decode_kernel(
             distances = (context_len - 1 - positions)[None, :]
             scores = attention_scores(
                 qk, qk_scale, softcap, alibi_slopes, distances,
-                FOLD_SCALE, HAS_SOFTCAP, HAS_ALIBI,
+                NEGATIVE_SCALE, HAS_SOFTCAP, HAS_ALIBI,
             )  # fmt: skip
             scores = tl.where(token_mask[None, :], scores, float("-inf"))
             p, alpha, row_max, row_sum = online_softmax_weights(scores, unit, row_max, row_sum)
@@ -286,22 +286,23 @@ def _paged_decode_kernel(
             acc = tl.reshape(tl.join(acc, acc_odd), (TILE_M, HEAD_DIM_PADDED))
         if v_scale is not None:
             acc *= load_scale(v_scale, kv_head, stride_v_scale)
-        row_sum = tl.sum(row_sum, axis=1)
-        out, lse = normalise(acc, row_max, row_sum)
+        row_max, row_sum = natural_max(row_max, unit), tl.sum(row_sum, axis=1)
         if IS_SPLIT:
-            states = wide_product(seq * NUM_Q_HEADS + heads, num_states) + first_state
-            out_ptrs = out_ptr + (states + chunk)[:, None] * HEAD_DIM + offs_d[None, :]
-            tl.store(out_ptrs, out, mask=qo_mask)
-            tl.store(lse_ptr + states + chunk, lse, mask=head_mask)
+            states = wide_product(seq * NUM_Q_HEADS + heads, num_states) + first_state + chunk
+            out_ptrs = out_ptr + states[:, None] * HEAD_DIM + offs_d[None, :]
+            tl.store(out_ptrs, acc, mask=qo_mask)
+            tl.store(lse_ptr + 2 * states, row_max, mask=head_mask)
+            tl.store(lse_ptr + 2 * states + 1, row_sum, mask=head_mask)
         else:
             if sinks_ptr is not None:
                 sinks = tl.load(sinks_ptr + heads, mask=head_mask, other=0.0)
-                out, lse = add_sinks(out, lse, sinks)
+                acc, row_max, row_sum = add_sinks(acc, row_max, row_sum, sinks)
+            out, lse = normalise(acc, row_max, row_sum)
             out_ptrs = out_ptr + wide_product(seq, stride_out_seq)
             out_ptrs += wide_product(heads, stride_out_head)[:, None]
             tl.store(out_ptrs + offs_d[None, :], cast(out, out_ptr.dtype.element_ty), mask=qo_mask)
             if lse_ptr is not None:
-                tl.store(lse_ptr + seq * NUM_Q_HEADS + heads, lse * LN_2, mask=head_mask)
+                tl.store(lse_ptr + seq * NUM_Q_HEADS + heads, lse, mask=head_mask)
         later_row, item = _next_item(
             later_row, item + tl.num_programs(0), most_later, context_lens_ptr, batch, window_size,
             min_tiles, max_chunks, HEAD_TILES, TILE_N, USE_WINDOW, IS_SPLIT,
@@ -354,12 +355,12 @@ def launch_decode(
     pieces = batch * most * num_kv_heads * cdiv(group_size, tile.tile_m)
     programs = PROGRAMS_PER_MULTIPROCESSOR * target.num_multiprocessors
     launch(_paged_decode_kernel, (min(pieces, programs),),
-        *((states.out, states.lse) if is_split else (out, lse)),
+        *((states.acc, states.sums) if is_split else (out, lse)),
         q, cache_argument(k_cache), cache_argument(v_cache), block_tables, context_lens,
         alibi_slopes, sinks, *scale_arguments(k_scale), *scale_arguments(v_scale),
         scale, softcap, 0 if window_size is None else window_size,
         batch, chunks.min_tiles, chunks.max_chunks,
-        first_state, states.lse.shape[2] if is_split else 0,
+        first_state, states.sums.shape[2] if is_split else 0,
         *out.stride()[:2], *q.stride()[:2], *byte_strides(k_cache), *byte_strides(v_cache),
         block_tables.stride(0),
         alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
@@ -368,7 +369,7 @@ def launch_decode(
         BLOCK_SIZE=k_cache.shape[1] if paged else 0,
         TILE_M=tile.tile_m, TILE_N=tile.tile_n,
         USE_WINDOW=window_size is not None,
-        FOLD_SCALE=folds_scale(scale, softcap, alibi_slopes),
+        NEGATIVE_SCALE=scale < 0,
         HAS_SOFTCAP=softcap > 0, HAS_ALIBI=alibi_slopes is not None,
         IS_SPLIT=is_split,
         PAIRED_VALUES=target.backend != "hip" and has_value_pairs(v_cache),
@@ -422,7 +423,7 @@ def paged_decode_attention(
 
     Returns:
         The output, and with return_lse the LSE: (batch, num_q_heads) fp32, natural log, the sink
-        included. A context length of 0 gives zeros and -inf.
+        included. A context length of 0 gives zeros and -inf, with sinks zeros and the sink.
 
     Mutates only out. Launches one kernel, or two if the tables allow more than one chunk, on grids
     that depend on shapes and the GPU alone, without host synchronisation: the call can be captured

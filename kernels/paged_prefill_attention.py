@@ -60,7 +60,6 @@ from kernels.fp8_cache import (
 )
 from kernels.launch import launch
 from kernels.primitives import (
-    LN_2,
     accumulate,
     add_bytes,
     add_sinks,
@@ -68,10 +67,10 @@ from kernels.primitives import (
     await_launches_before,
     cast,
     dot,
-    folds_scale,
     load_block_ids,
     load_rows,
     locate_tile,
+    natural_max,
     normalise,
     online_softmax_weights,
     row_ptrs,
@@ -155,7 +154,7 @@ def _paged_prefill_kernel(
     NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, SEARCH_WIDTH: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, FOLD_SCALE: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, NEGATIVE_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     IS_SPLIT: tl.constexpr, SCORES_AHEAD: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
@@ -163,8 +162,8 @@ def _paged_prefill_kernel(
     """One program: TILE_M rows of one KV head of one sequence x one chunk of the keys they see.
 
     Grid (tiles, NUM_KV_HEADS, chunks).
-    IS_SPLIT: out and lse are split states, see `states_of_sequence`. Otherwise there is one chunk,
-    out and lse are the results, and lse_ptr may be None.
+    IS_SPLIT: out and lse are acc and sums of split states, see `states_of_sequence`. Otherwise
+    there is one chunk, out and lse are the results, and lse_ptr may be None.
     min_tiles, max_chunks, chunk_queries: how the keys are divided, see `kernels.tiles.Chunking`.
     SEARCH_WIDTH 0: every sequence has tiles_per_seq tiles, with split keys of its own as many pairs
     of a chunk and a tile (the grid then has one chunk). Otherwise the owner of a tile is looked up.
@@ -241,7 +240,8 @@ def _paged_prefill_kernel(
         end = tl.minimum(split_begin + split_tokens, end)
         if not IS_PREFIX and begin >= end:  # with IS_PREFIX registers are too few for this exit
             states = first_state + (queries * NUM_Q_HEADS + heads).to(tl.int64) * num_chunks + chunk
-            tl.store(lse_ptr + states, float("-inf"), mask=row_mask)
+            tl.store(lse_ptr + 2 * states, float("-inf"), mask=row_mask)
+            tl.store(lse_ptr + 2 * states + 1, 0.0, mask=row_mask)
             return
         full_begin = tl.maximum(full_begin, begin)
         seen_by_all = tl.minimum(seen_by_all, end)
@@ -265,7 +265,7 @@ def _paged_prefill_kernel(
 
     if k_scale is not None:
         scale *= load_scale(k_scale, kv_head, stride_k_scale)
-    unit = score_unit(scale, FOLD_SCALE)
+    unit = score_unit(scale, softcap, HAS_SOFTCAP, HAS_ALIBI)
     k_ptr = add_bytes(k_cache_ptr, wide_product(kv_head, stride_k_head))
     v_ptr = add_bytes(v_cache_ptr, wide_product(kv_head, stride_v_head))
     table_ptr = block_tables_ptr
@@ -314,8 +314,9 @@ def _paged_prefill_kernel(
             offsets = positions_q[:, None] - positions[None, :]  # [TILE_M, TILE_N]
             distances = tl.abs(offsets)
             scores = attention_scores(
-                qk, scale, softcap, alibi_slopes, distances, FOLD_SCALE, HAS_SOFTCAP, HAS_ALIBI
-            )
+                qk, scale, softcap, alibi_slopes, distances,
+                NEGATIVE_SCALE, HAS_SOFTCAP, HAS_ALIBI,
+            )  # fmt: skip
             if REGION != 1:
                 visible = token_mask[None, :]
                 if HAS_RIGHT:
@@ -333,16 +334,18 @@ def _paged_prefill_kernel(
 
     if v_scale is not None:
         acc *= load_scale(v_scale, kv_head, stride_v_scale)
-    out, lse = normalise(acc, row_max, row_sum)
+    row_max = natural_max(row_max, unit)
     if IS_SPLIT:
         # Computed again: keeping it from above would take registers in the loop.
         states = first_state + (queries * NUM_Q_HEADS + heads).to(tl.int64) * num_chunks + chunk
-        tl.store(out_ptr + states[:, None] * HEAD_DIM + offs_d[None, :], out, mask=qo_mask)
-        tl.store(lse_ptr + states, lse, mask=row_mask)
+        tl.store(out_ptr + states[:, None] * HEAD_DIM + offs_d[None, :], acc, mask=qo_mask)
+        tl.store(lse_ptr + 2 * states, row_max, mask=row_mask)
+        tl.store(lse_ptr + 2 * states + 1, row_sum, mask=row_mask)
     else:
         if sinks_ptr is not None:
             sinks = tl.load(sinks_ptr + heads, mask=row_mask, other=0.0)
-            out, lse = add_sinks(out, lse, sinks)
+            acc, row_max, row_sum = add_sinks(acc, row_max, row_sum, sinks)
+        out, lse = normalise(acc, row_max, row_sum)
         tokens = tokens.to(tl.int64)
         out_ptrs = (
             out_ptr
@@ -351,7 +354,7 @@ def _paged_prefill_kernel(
         )
         tl.store(out_ptrs + offs_d[None, :], cast(out, out_ptr.dtype.element_ty), mask=qo_mask)
         if lse_ptr is not None:
-            tl.store(lse_ptr + tokens * NUM_Q_HEADS + heads, lse * LN_2, mask=row_mask)
+            tl.store(lse_ptr + tokens * NUM_Q_HEADS + heads, lse, mask=row_mask)
 
 
 def count_tiles(
@@ -388,7 +391,7 @@ def launch_prefill(
         for piece 0.
     max_seqlen_k: an upper bound of context_lens, if one smaller than the capacity is known.
     suffix_lens: (total_q,) int32, distance of each query from the last key (cascade). Then out and
-        lse are tensors of SplitStates; their first num_splits entries are written.
+        lse are acc and sums of SplitStates; their first num_splits entries are written.
     """
     total_q, num_q_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
@@ -424,7 +427,7 @@ def launch_prefill(
             grid = batch * tiles_per_seq, num_kv_heads, 1
         seq_states = min(max_seqlen_q * num_chunks, chunks.queries * chunks.max_chunks)
         states = SplitStates.empty(q[:1], min(total_q * num_chunks, batch * seq_states))
-        out, lse = states.out, states.lse
+        out, lse = states.acc, states.sums
     scale = head_dim**-0.5 if scale is None else scale
     # Triton copies rows ahead only if they are aligned. If it does so for one of K and V, products
     # of wgmma and tcgen05 read those rows without a fence (fence.proxy.async) after their copies.
@@ -446,7 +449,7 @@ def launch_prefill(
         TILE_M=tile.tile_m, TILE_N=tile.tile_n,
         SEARCH_WIDTH=0 if is_uniform else _SEARCH_WIDTH,
         HAS_LEFT=left is not None, HAS_RIGHT=right is not None,
-        FOLD_SCALE=folds_scale(scale, softcap, alibi_slopes),
+        NEGATIVE_SCALE=scale < 0,
         HAS_SOFTCAP=softcap > 0, HAS_ALIBI=alibi_slopes is not None,
         IS_SPLIT=is_split, SCORES_AHEAD=tile.scores_ahead, PRECISION=tile.precision,
         num_warps=tile.num_warps, num_stages=num_stages, **pdl_options(q.device),
@@ -501,7 +504,7 @@ def paged_prefill_attention(
 
     Returns:
         The output, and with return_lse the LSE: (total_q, num_q_heads) fp32, natural log, the sink
-        included. A query that sees nothing gets zeros and -inf.
+        included. A query that sees nothing gets zeros and -inf, with sinks zeros and the sink.
 
     Mutates only out. Launches one kernel, or two if keys are divided, on grids that depend on
     shapes and max_seqlen_q alone, without host synchronisation: the call can be captured in a CUDA

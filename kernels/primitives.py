@@ -8,19 +8,20 @@ with strides in bytes. The product of block id and stride exceeds 32 bits on eve
 both factors are widened to 64 bits for the multiplication, and not before. Positions are divided as
 unsigned numbers: a signed division by a constant takes several more instructions.
 
-Online softmax (Milakov & Gimelshein, 2018; FlashAttention). Weights are powers of two: with u the
-unit of the scores s, in log2 (scale * log2(e) for plain products), a tile updates, row by row,
+Online softmax (Milakov & Gimelshein, 2018; FlashAttention). A tile of scores s, in units of u > 0,
+updates, row by row,
 
-    m' = max(m, u max(s))    a = 2^(m - m')    p = 2^(u s - m')
-    l' = a l + sum(p)        acc' = a acc + p V
+    m' = max(m, max(s))    a = 2^((m - m') u log2(e))    p = 2^((s - m') u log2(e))
+    l' = a l + sum(p)      acc' = a acc + p V
 
-Scaling then takes no instruction of its own: u s - m' is one multiply-add. The maximum commutes
-with u because u > 0. A row that has seen only -inf keeps m = -inf, l = 0 and acc = 0, not NaN.
+The unit (the scale, for plain products) takes no instruction of its own. Scores are subtracted
+before they are multiplied: of s u - m' u, compilers make one multiply-add, which rounds m' u alone,
+and for scores of 2^29 that error is a factor of 2^32. A row that has seen only -inf keeps m = -inf,
+l = 0 and acc = 0, not NaN.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -170,21 +171,19 @@ def tanh(x):
     return tl.where(tl.abs(x) < 0.25, near, tl.where(x < 0, -far, far))
 
 
-def folds_scale(scale: float, softcap: float, alibi_slopes: torch.Tensor | None) -> bool:
-    """FOLD_SCALE: whether the scale can go into the exponent. Softcap and ALiBi come after it."""
-    return scale > 0 and not softcap and alibi_slopes is None
-
-
 @triton.jit
-def score_unit(scale, FOLD_SCALE: tl.constexpr):
-    """Unit of the scores in log2. It is never 0, as 0 times the -inf of a masked score is NaN."""
-    return tl.maximum(scale * LOG2_E, 1e-37) if FOLD_SCALE else 1.0
+def score_unit(scale, softcap, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr):
+    """Unit of the scores. It is never 0, as 0 times the -inf of a masked score is NaN."""
+    if HAS_ALIBI:
+        return 1.0
+    else:
+        return tl.maximum(softcap if HAS_SOFTCAP else tl.abs(scale), 1e-37)
 
 
 @triton.jit
 def attention_scores(
     qk, scale, softcap, alibi_slopes, distances,
-    FOLD_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    NEGATIVE_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
 ):  # fmt: skip
     """Convert products to scores in units of `score_unit`: scale, then softcap, then ALiBi.
 
@@ -194,11 +193,11 @@ def attention_scores(
     """
     scores = qk
     if HAS_SOFTCAP:
-        scores = tanh(qk * (scale / softcap)) * (softcap * LOG2_E)
-    elif not FOLD_SCALE:
-        scores = qk * (scale * LOG2_E)
+        scores = tanh(qk * (scale / softcap))
+    elif NEGATIVE_SCALE and not HAS_ALIBI:
+        scores = -qk
     if HAS_ALIBI:
-        scores -= alibi_slopes * LOG2_E * distances
+        scores = scores * (softcap if HAS_SOFTCAP else scale) - alibi_slopes * distances
     return scores
 
 
@@ -206,19 +205,25 @@ def attention_scores(
 def online_softmax_weights(scores, unit, row_max, row_sum):
     """Update m and l with one tile of keys, see the formulas above: (p, a, new m, new l).
 
-    scores: [queries, keys] fp32, in units of `unit`. row_max: m, [queries] fp32, in log2. row_sum:
-    l, [queries] fp32; or [queries, keys], whose sum over keys is l. The latter avoids a reduction
-    across warps per tile where the keys of a tile are spread over them.
+    scores: [queries, keys] fp32, in units of `unit`. row_max: m, [queries] fp32, in the same units.
+    row_sum: l, [queries] fp32; or [queries, keys], whose sum over keys is l. The latter avoids a
+    reduction across warps per tile where the keys of a tile are spread over them.
     """
-    new_max = tl.maximum(row_max, tl.max(scores, axis=1) * unit)
+    new_max = tl.maximum(row_max, tl.max(scores, axis=1))
     shift = finite_shift(new_max)
-    alpha = tl.exp2(row_max - shift)
-    p = tl.exp2(scores * unit - shift[:, None])
+    alpha = tl.exp2((row_max - shift) * (unit * LOG2_E))
+    p = tl.exp2((scores - shift[:, None]) * (unit * LOG2_E))
     if len(row_sum.shape) == 1:
         row_sum = row_sum * alpha + tl.sum(p, axis=1)
     else:
         row_sum = row_sum * alpha[:, None] + p
     return p, alpha, new_max, row_sum
+
+
+@triton.jit
+def natural_max(row_max, unit):
+    """m as a natural logarithm, rounded here: compilers would fuse a product and a later sum."""
+    return tl.fma(row_max, unit, 0.0)
 
 
 @triton.jit
@@ -259,18 +264,20 @@ def _log2(x):
 
 @triton.jit
 def normalise(acc, row_max, row_sum):
-    """Convert a softmax state to (output, LSE in log2 units); an empty row gives 0 and -inf."""
+    """Convert a softmax state, m a natural logarithm, to (output, LSE); an empty row gives 0 and
+    -inf."""
     # About 1 or more, unless the row is empty.
     row_sum = tl.maximum(row_sum, 1e-37, propagate_nan=tl.PropagateNan.ALL)
-    return acc * quotient(1.0, row_sum)[:, None], row_max + _log2(row_sum)
+    return acc * quotient(1.0, row_sum)[:, None], row_max + _log2(row_sum) * LN_2
 
 
 @triton.jit
-def add_sinks(out, lse, sinks):
-    """Add the sink logit of each row to its denominator; an empty row stays empty."""
-    empty = lse == float("-inf")
-    sinks = tl.where(empty, float("-inf"), sinks.to(tl.float32) * LOG2_E)
-    new_max = tl.maximum(lse, sinks)
+def add_sinks(acc, row_max, row_sum, sinks):
+    """Add the sink logit of each row, a key without a value, to its softmax state, m a natural
+    logarithm."""
+    sinks = sinks.to(tl.float32)
+    new_max = tl.maximum(row_max, sinks)
     shift = finite_shift(new_max)
-    weight = tl.exp2(lse - shift)
-    return normalise(out * weight[:, None], new_max, weight + tl.exp2(sinks - shift))
+    alpha = tl.exp2((row_max - shift) * LOG2_E)
+    row_sum = row_sum * alpha + tl.exp2((sinks - shift) * LOG2_E)
+    return acc * alpha[:, None], new_max, row_sum

@@ -155,11 +155,9 @@ def attention(
     q: (num_queries, num_q_heads, head_dim); k, v: (num_keys, num_kv_heads, head_dim); q_positions
     and k_positions: their positions in the sequence. alibi_slopes: (num_q_heads,). Returns the
     output, shaped like q, and the LSE, (num_queries, num_q_heads). A query that sees nothing gets
-    zeros and -inf.
+    zeros and -inf, with sinks zeros and the sink.
     """
     num_q_heads, head_dim = q.shape[1:]
-    if k.shape[0] == 0:
-        return torch.zeros_like(q), q.new_full((q.shape[0], num_q_heads), -torch.inf)
     group_size = num_q_heads // k.shape[1]
     scale = head_dim**-0.5 if scale is None else scale
     k = k.repeat_interleave(group_size, dim=1)
@@ -178,15 +176,14 @@ def attention(
         visible &= distances < window_size
     scores = scores.masked_fill(~visible, -torch.inf)
 
-    empty = scores.amax(-1, keepdim=True) == -torch.inf
     if sinks is not None:
         column = sinks.to(q.dtype)[:, None, None].expand(-1, q.shape[0], 1)
         scores = torch.cat([scores, column], dim=-1)
     lse = torch.logsumexp(scores, -1, keepdim=True)
     weights = torch.softmax(scores, -1)[..., : k.shape[0]]
-    weights = weights.masked_fill(empty, 0.0)
+    weights = weights.masked_fill(lse == -torch.inf, 0.0)
     out = torch.einsum("hqk,khd->qhd", weights, v)
-    return out, lse.masked_fill(empty, -torch.inf).squeeze(-1).transpose(0, 1)
+    return out, lse.squeeze(-1).transpose(0, 1)
 
 
 def slopes_of(alibi_slopes: torch.Tensor | None, seq: int) -> torch.Tensor | None:

@@ -116,8 +116,9 @@ def shared_prefix_decode_attention(
 
     Returns:
         The output, and with return_lse the LSE: (batch, num_q_heads) fp32, natural log, the sink
-        included. A sequence without prefix and suffix gets zeros and -inf. Table entries past a
-        length, or before the window of every sequence that shares them, are never read.
+        included. A sequence without prefix and suffix gets zeros and -inf, with sinks zeros and the
+        sink. Table entries past a length, or before the window of every sequence that shares them,
+        are never read.
 
     Mutates only out. Launches three kernels on grids that depend on shapes alone, without host
     synchronisation: the call can be captured in a CUDA graph and replayed with other groups,
@@ -163,7 +164,7 @@ def shared_prefix_decode_attention(
     options |= {"k_scale": k_scale, "v_scale": v_scale}
     attended = (q, k_cache, v_cache)
     launch_prefill(
-        states.out, states.lse, *attended, prefix_block_tables, group_offsets, prefix_lens,
+        states.acc, states.sums, *attended, prefix_block_tables, group_offsets, prefix_lens,
         max_seqlen_q=batch, window=(None if window_size is None else window_size - 1, None),
         num_splits=num_prefix_splits, suffix_lens=suffix_lens, **options,
     )  # fmt: skip

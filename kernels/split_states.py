@@ -1,12 +1,14 @@
 """Partial softmax states of split keys (flash-decoding, Dao et al., 2023), and their merge.
 
 A launch that splits the keys of a query row among programs writes a partial state per split: the
-output and LSE over the keys of that split. Attention over all keys is
+largest score m_s, the sum l_s of the weights exp(score - m_s), and acc_s, the sum of the weighted
+values. Attention over all keys is
 
-    out = sum_s w_s out_s / sum_s w_s    with w_s = 2^(lse_s - max lse)
+    out = sum_s w_s acc_s / sum_s w_s l_s    with w_s = exp(m_s - max m)
 
-A split without keys has an LSE of -inf; its output is neither written nor read. Decode writes no
-LSE either for chunks past the end of a short sequence: the merge computes how many there are.
+An LSE in place of m_s and l_s would lose l_s beside a large m_s. A split without keys has an m_s of
+-inf and an l_s of 0; its acc_s is neither written nor read. Decode writes no state for chunks past
+the end of a short sequence: the merge computes how many there are.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import triton.language as tl
 
 from kernels.launch import launch
 from kernels.primitives import (
-    LN_2,
+    LOG2_E,
     add_sinks,
     await_launches_before,
     cast,
@@ -74,7 +76,7 @@ def states_of_sequence(
     ]
 )  # fmt: skip
 def _merge_splits_kernel(
-    out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, sinks_ptr, cu_seqlens_ptr,
+    out_ptr, lse_ptr, partial_acc_ptr, partial_sums_ptr, sinks_ptr, cu_seqlens_ptr,
     context_lens_ptr,
     batch, num_splits, first_chunk, window_size, min_tiles, max_chunks, chunk_queries, seq_states,
     stride_out_token, stride_out_head,
@@ -124,39 +126,41 @@ def _merge_splits_kernel(
         for start in range(begin, end, FEW if LAST else TILE_SPLITS):
             splits = start + tl.arange(0, FEW if LAST else TILE_SPLITS)
             states = first_state + splits
-            lse = tl.load(partial_lse_ptr + states, mask=splits < num_written, other=float("-inf"))
-            out = tl.load(
-                partial_out_ptr + states[:, None] * HEAD_DIM + offs_d[None, :],
-                mask=(lse > float("-inf"))[:, None] & dim_mask[None, :],
+            sums_ptrs = partial_sums_ptr + 2 * states
+            maxima = tl.load(sums_ptrs, mask=splits < num_written, other=float("-inf"))
+            sums = tl.load(sums_ptrs + 1, mask=splits < num_written, other=0.0)
+            partial_acc = tl.load(
+                partial_acc_ptr + states[:, None] * HEAD_DIM + offs_d[None, :],
+                mask=(maxima > float("-inf"))[:, None] & dim_mask[None, :],
                 other=0.0,
             )  # [splits, HEAD_DIM_PADDED]
-            new_max = tl.maximum(row_max, tl.max(lse, axis=0))
+            new_max = tl.maximum(row_max, tl.max(maxima, axis=0))
             shift = finite_shift(new_max)
-            alpha = tl.exp2(row_max - shift)
-            weights = tl.exp2(lse - shift)
-            acc = acc * alpha[:, None] + tl.sum(weights[:, None] * out, axis=0)[None, :]
-            row_sum = row_sum * alpha + tl.sum(weights, axis=0)
+            alpha = tl.exp2((row_max - shift) * LOG2_E)
+            weights = tl.exp2((maxima - shift) * LOG2_E)
+            acc = acc * alpha[:, None] + tl.sum(weights[:, None] * partial_acc, axis=0)[None, :]
+            row_sum = row_sum * alpha + tl.sum(weights * sums, axis=0)
             row_max = new_max
         begin, end = end, num_written
 
-    out, lse = normalise(acc, row_max, row_sum)
     if sinks_ptr is not None:
-        out, lse = add_sinks(out, lse, tl.load(sinks_ptr + head))
+        acc, row_max, row_sum = add_sinks(acc, row_max, row_sum, tl.load(sinks_ptr + head))
+    out, lse = normalise(acc, row_max, row_sum)
     out_ptrs = out_ptr + token * stride_out_token + head * stride_out_head + offs_d[None, :]
     tl.store(out_ptrs, cast(out, out_ptr.dtype.element_ty), mask=dim_mask[None, :])
     if lse_ptr is not None:
-        tl.store(lse_ptr + row + tl.arange(0, 1), lse * LN_2)
+        tl.store(lse_ptr + row + tl.arange(0, 1), lse)
 
 
 @dataclass(frozen=True)
 class SplitStates:
     """Partial softmax states of query rows."""
 
-    out: torch.Tensor
+    acc: torch.Tensor
     """(num_tokens, num_q_heads, num_splits, head_dim) fp32. In prefill, where rows have different
     numbers of states, the memory that `states_of_sequence` divides."""
-    lse: torch.Tensor
-    """The same without head_dim, fp32, in units of log2."""
+    sums: torch.Tensor
+    """The same with 2 in place of head_dim, fp32: m, a natural logarithm, and l."""
 
     @classmethod
     def empty(cls, q: torch.Tensor, num_splits: int) -> SplitStates:
@@ -164,7 +168,7 @@ class SplitStates:
         num_tokens, num_q_heads, head_dim = q.shape
         states = (num_tokens, num_q_heads, num_splits)
         options = {"dtype": torch.float32, "device": q.device}
-        return cls(torch.empty(*states, head_dim, **options), torch.empty(states, **options))
+        return cls(torch.empty(*states, head_dim, **options), torch.empty(*states, 2, **options))
 
     def merge_into(
         self, out: torch.Tensor, lse: torch.Tensor | None,
@@ -188,9 +192,9 @@ class SplitStates:
         tile = merge_tile(head_dim_padded)
         chunks = chunks or Chunking(0, 0)
         launch(_merge_splits_kernel, (num_tokens * num_q_heads,),
-            out, lse, self.out, self.lse, sinks, cu_seqlens, context_lens,
+            out, lse, self.acc, self.sums, sinks, cu_seqlens, context_lens,
             0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-            num_splits or self.lse.shape[2], first_chunk,
+            num_splits or self.sums.shape[2], first_chunk,
             2**31 - 1 if window_size is None else window_size,
             chunks.min_tiles, chunks.max_chunks, chunks.queries, seq_states,
             *out.stride()[:2],

@@ -93,6 +93,8 @@ class Sizes:
     """Unused blocks among the others."""
     table_width: int | None = None
     """Columns of the block tables; two more than the longest sequence needs if None."""
+    exponent: int | None = None
+    """Exponent of queries and keys with large exact scores; see `inputs.random_paged_batch`."""
     padded: bool = True
     """Whether some slots and positions are padding (-1, skipped) and some LSEs -inf."""
     features: Sequence[str] = ()
@@ -125,7 +127,8 @@ class Sizes:
     def paged(self) -> dict[str, Any]:
         """Arguments of `random_paged_batch`."""
         names = ("num_q_heads", "num_kv_heads", "head_dim", "block_size", "dtype", "kv_dtype")
-        names += ("layout", "first_block", "spare_blocks", "table_width", "device", "seed")
+        names += ("layout", "first_block", "spare_blocks", "table_width", "exponent")
+        names += ("device", "seed")
         return {name: getattr(self, name) for name in names}
 
     @property

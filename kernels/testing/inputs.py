@@ -145,6 +145,7 @@ def random_paged_batch(
     first_block: int = 0,
     spare_blocks: int = 3,
     table_width: int | None = None,
+    exponent: int | None = None,
 ) -> PagedBatch:
     """Normally distributed queries, keys and values in a shuffled, poisoned paged cache.
 
@@ -155,6 +156,9 @@ def random_paged_batch(
         are garbage.
     first_block, spare_blocks: numbers of unused blocks before the used ones and among them.
     table_width: columns of the tables; two more than the longest sequence needs if None.
+    exponent: if given, a query or key has 2^exponent or its negative in all dimensions (fp16, and
+        keys in fp8: 2^5 at most). If the scale is a power of two, scores are then exact: one number
+        or its negative. At 59 they are close to the largest of fp32.
 
     Every block of the pool that no sequence uses, every slot past a context length and the padding
     of the tables (negative and huge ids) is poison: one read of it shows in the output.
@@ -188,8 +192,15 @@ def random_paged_batch(
         for cache in (k_cache, v_cache):
             cache[where] = random.normal(len(positions), num_kv_heads, head_dim, dtype=kv_dtype)
 
+    q = random.normal(sum(query_lens), num_q_heads, head_dim, dtype=dtype)
+    if exponent is not None:
+        for x in (q, k_cache):
+            is_narrow = dtype == torch.float16 or x.itemsize == 1
+            size = torch.tensor(2.0 ** (min(exponent, 5) if is_narrow else exponent))
+            first = x[..., :1].float()
+            x.copy_(torch.where(first.isnan(), x.float(), size.copysign(first)))
     return PagedBatch(
-        q=random.normal(sum(query_lens), num_q_heads, head_dim, dtype=dtype),
+        q=q,
         k_cache=k_cache,
         v_cache=v_cache,
         block_tables=tables.to(device),

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from op_calls import same
 
-from kernels import tiles
+from kernels import merge_attention_states, tiles
 from kernels.fp8_cache import FP8_DTYPE
 from kernels.testing.inputs import random_scales
 from kernels.tiles import Chunking, force_target, target_of
@@ -105,7 +105,7 @@ def test_only_scores_of_minus_infinity(op, num_splits, sinks, device):
     first = slice(0, 1 if op.name == "decode" else 5)  # queries of the first sequence
     out, lse = op.run(call | {"sinks": torch.ones(4, device=device) if sinks else None}, num_splits)
     assert not out[first].any()
-    assert (lse[first] == -math.inf).all()
+    assert (lse[first] == (1 if sinks else -math.inf)).all()
     assert out.isfinite().all()
 
 
@@ -135,6 +135,44 @@ def test_windows(op, window_size, device):
 def test_extreme_sinks(op, num_splits, device):
     sinks = torch.tensor([-math.inf, 0.0, 1.0, 1e4], device=device)
     op.assert_matches_reference(op.call(device) | {"sinks": sinks}, num_splits)
+
+
+@pytest.mark.parametrize("slopes", [None, [1.0] * 4], ids=["plain", "alibi"])
+@pytest.mark.parametrize("scale", [0.25, -0.25])
+@whole_and_split
+@every_op
+def test_small_differences_of_large_scores(op, num_splits, scale, slopes, device):
+    """Scores are 2^23 + 0, 1, 2 or 3: exact, and the LSE of a split has no room for its sum."""
+    call = op.call(device, dtype=torch.float32)
+    used = call["k_cache"].isfinite()
+    rows = torch.zeros_like(call["k_cache"])
+    rows[..., 0] = math.copysign(2**11, scale)
+    rows[..., 1] = torch.randint(0, 4, rows.shape[:-1], device=device)
+    call["k_cache"].copy_(torch.where(used, rows, call["k_cache"]))
+    call["q"].zero_()[..., :2] = torch.tensor([2.0**14, 4.0])
+    slopes = None if slopes is None else torch.tensor(slopes, device=device)
+    op.assert_matches_reference(call | {"scale": scale, "alibi_slopes": slopes}, num_splits)
+
+
+@given(cut=st.integers(0, 20), first_has_sinks=st.booleans())
+@whole_and_split
+@without_prefix
+def test_merged_parts_of_a_context_are_the_whole(op, num_splits, cut, first_has_sinks, device):
+    """Cut anywhere, so that a part may be empty, with the sinks in either part."""
+    lens = (20, 20) if op.name == "decode" else ((20, 1), (20, 1))
+    call = op.call(device, lens, block_size=1, dtype=torch.float32)
+    call["sinks"] = torch.tensor([-math.inf, -2.0, 0.5, 3.0], device=device)
+    whole, tables = call["context_lens"], call["block_tables"]
+    parts = (whole * 0 + cut, tables), (whole - cut, tables[:, cut:])
+    states = [
+        op.run(
+            call | {"context_lens": n, "block_tables": table.contiguous()}
+            | {"sinks": call["sinks"] if has_sinks else None},
+            num_splits,
+        )
+        for (n, table), has_sinks in zip(parts, (first_has_sinks, not first_has_sinks), strict=True)
+    ]  # fmt: skip
+    assert_accurate(op.op, call, lambda: merge_attention_states(*states[0], *states[1]))
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ MORE_SIZES = {
     "merge_attention_states": {"head_dim": st.sampled_from([0, 1, 16, 33, 80, 128, 256])},
     "copy_blocks": PAIRS,
     "swap_blocks": PAIRS,
-    **dict.fromkeys(ATTENTION, STORE_SIZES),
+    **dict.fromkeys(ATTENTION, STORE_SIZES | {"exponent": st.sampled_from([None, 5, 14, 59])}),
 }
 SCORES = {
     "scale": st.sampled_from([None, 2.0, -0.8]),  # over sqrt(head_dim)
@@ -127,7 +127,8 @@ def harder(op: str, inputs: dict, draw) -> dict:
             if inputs.get(names[0]) is not None and draw(f"{names[0]} in {dtype}", st.booleans()):
                 changed |= {name: inputs[name].to(dtype) for name in names}
     if op in MAGNITUDES:
-        size = draw("magnitude", st.sampled_from([1e-2, 1.0, 30.0]))
+        largest = [2.0**40] if op == "merge_attention_states" else []
+        size = draw("magnitude", st.sampled_from([1e-2, 1.0, 30.0, *largest]))
         for name in MAGNITUDES[op]:
             if inputs[name] is not None:
                 changed[name] = inputs[name] * size
@@ -157,6 +158,9 @@ def test_matches_reference(op, data, device):
     if op in ATTENTION:
         if options["scale"]:  # the interpreter adds products one by one: large scores, large errors
             options["scale"] /= math.sqrt(sizes["head_dim"])
+        if sizes["exponent"] is not None:  # exact scores
+            options["scale"] = math.copysign(0.125, options["scale"] or 1)
+            sizes["scales"] = "none"
         sizes |= ATTENTION[op].sizes(draw("lengths", ATTENTION[op].lengths))
         sizes |= {"options": options}
         features -= {"window", "softcap", "split"}
