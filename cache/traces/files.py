@@ -17,6 +17,7 @@ import json
 import os
 import re
 import reprlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -134,6 +135,7 @@ class RecordParser:
                     f"a CSV trace starts with a header that names {', '.join(_AZURE_FIELDS)}; "
                     f"missing {', '.join(missing)} in {reprlib.repr(','.join(cells))}"
                 )
+            unique_keys([(cell, None) for cell in cells if cell in _AZURE_FIELDS])
             return None
         return self._azure_record(cells)
 
@@ -196,9 +198,18 @@ def _compressed(file: BinaryIO, compression: str | None):
     return contextlib.nullcontext(file)
 
 
+def unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """The dict of an ``object_pairs_hook``.  Raises ValueError for a key that comes twice."""
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        ((repeated, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"{reprlib.repr(repeated)} comes twice")
+    return record
+
+
 def _mooncake_record(text: str) -> tuple:
     try:
-        record = json.loads(text)
+        record = json.loads(text, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as error:
         raise ValueError(f"malformed JSON: {error.msg} at column {error.colno}") from None
     if not isinstance(record, dict):

@@ -85,8 +85,8 @@ class Trace:
         A fifth item, a mapping from names to numbers or texts, fills ``columns``.
         Requests may come in any order, block ids may be any integers, and ``block_size`` None is
         inferred as ``load_trace`` does.  Raises ValueError for a timestamp that is not a finite
-        number, a length that is not an integer of at least 0, block ids that are not integers or
-        repeat within a request, and a ``block_size`` below 1.
+        number, a length that is not an integer of at least 0, block ids that are not integers,
+        repeat within a request or follow different ids in two, and a ``block_size`` below 1.
         """
 
         def error(index: int, reason: str) -> ValueError:
@@ -253,9 +253,9 @@ def load_trace(path: str | os.PathLike, *, block_size: int | None = None) -> Tra
     Raises TraceError (a ValueError) that names file, line and reason for anything malformed: an
     unknown extension, a corrupt or truncated stream, a line that does not parse, a missing field, a
     timestamp that is not a finite number of at least 0, a length that is not an integer of at least
-    0, ``hash_ids`` that are not integers, repeat within a request or do not match ``input_length``,
-    no request at all.  Raises ValueError for a ``block_size`` below 1 and OSError for a file that
-    cannot be opened.
+    0, ``hash_ids`` that are not integers, repeat within a request, follow different ids in two
+    lines or do not match ``input_length``, a key or column that comes twice, no request at all.
+    Raises ValueError for a ``block_size`` below 1 and OSError for a file that cannot be opened.
     """
     path = Path(path)
     name, file_format, _ = split_suffixes(path)
@@ -337,6 +337,7 @@ def collected(
     timestamps_ms = np.array(timestamps, np.float64)
     input_lengths, output_lengths = np.array(inputs, np.int64), np.array(outputs, np.int64)
     block_ids, offsets = np.array(blocks, np.int32), np.array(ends, np.int64)
+    _check_prefixes(block_ids, offsets, dense_ids, lambda at, reason: error(places[at], reason))
     if block_size is None:
         block_size = _infer_block_size(input_lengths, np.diff(offsets))
         if block_size is None and (wrong := _unlike_most(input_lengths, np.diff(offsets))):
@@ -404,6 +405,29 @@ def _ids(values) -> Sequence[int]:
             "cannot come twice"
         )
     return values
+
+
+def _check_prefixes(
+    block_ids: np.ndarray,
+    offsets: np.ndarray,
+    dense_ids: Iterable[int],
+    error: Callable[[int, str], ValueError],
+) -> None:
+    """Raises ``error(request, reason)`` for a block after different blocks in two requests."""
+    import numpy as np
+
+    before = np.append(np.int32(-1), block_ids)
+    before[offsets] = -1
+    first = np.flatnonzero(np.diff(np.maximum.accumulate(block_ids), prepend=-1))
+    wrong = np.flatnonzero(before[:-1] != before[first][block_ids])
+    if len(wrong):
+        names, block = ["the start", *map(reprlib.repr, dense_ids)], block_ids[wrong[0]]
+        positions = np.array([first[block], wrong[0]])
+        earlier, later = np.searchsorted(offsets, positions, side="right") - 1
+        then, now = (names[1 + block] for block in before[positions])
+        place = str(error(earlier, "")).removesuffix(": ")
+        reason = f"hash_ids: {names[1 + block]} follows {now} here and {then} in {place}"
+        raise error(later, f"{reason}: an id is unique to its prefix")
 
 
 def _picked(

@@ -162,6 +162,7 @@ def test_the_command_coarsens_and_writes_what_load_trace_reads(tmp_path, capsys)
     [
         (convert_bailian, "a.jsonl", {"timestamp": 1.0}, r"a.jsonl:1: no 'input_length'"),
         (convert_bailian, "a.jsonl", [1], r"a.jsonl:1: "),
+        (convert_sessions, "trace_1.json", session(call(0, 1, 2), call(1, 2)), r"_1.json:1: hash_"),
         (convert_sessions, "trace_1.json", {"requests": []}, r"trace_1.json:1: no 'block_size'"),
         (convert_sessions, "other.json", {}, r"folder must hold trace_\*.json"),
         (convert_sessions, "trace_1.json", session(), "holds no requests"),
@@ -198,6 +199,13 @@ def test_a_source_without_requests_fails(tmp_path):
     with pytest.raises(TraceError, match=r"0_trace.jsonl:1: the file holds no requests"):
         convert_ragpulse(ragpulse(tmp_path / "data"))
     assert not out.exists()
+
+
+def test_a_component_of_two_lengths_is_reported(tmp_path):
+    folder = ragpulse(tmp_path / "data", question("1", [6123], 26923))
+    write(folder / "3_history.jsonl", *({"history_id": 15200, "token_length": n} for n in (1, 2)))
+    with pytest.raises(TraceError, match=r"3_history.jsonl:2: 15200 has 1 tokens, and here 2"):
+        convert_ragpulse(folder)
 
 
 def test_an_unknown_component_and_other_blocks_are_reported(tmp_path):

@@ -167,6 +167,8 @@ LINES_NOT_TAKEN = [
     (b"[" * 200_000, "recursion"),
     (b'{"a": "\xff\xfe"}\n', "not UTF-8"),
     (b"\x28\xb5\x2f\xfd\x00\x01", "not UTF-8"),  # compressed, but not named so
+    (b'{"timestamp": 0, ' + json_lines(record())[1:], "'timestamp' comes twice"),
+    (record(hash_ids=[1]), r"1 follows the start here and 0 in \S*t\.jsonl:1: an id is unique to"),
     *(
         (
             {key: value for key, value in record().items() if key != field},
@@ -238,6 +240,7 @@ def test_a_malformed_line_is_an_error_with_its_place(tmp_path, name, line, reaso
         ("t.jsonl.zst", b"", "holds no requests"),
         ("t.csv", AZURE_2023[:41].encode(), "holds no requests"),
         ("t.csv", b"time,in,out\n", "missing TIMESTAMP"),
+        ("t.csv", b"ContextTokens," + AZURE_2023.encode(), "'ContextTokens' comes twice"),
         ("t.csv", AZURE_2023[42:].encode(), "starts with a header"),
         ("t.gz", gzip.compress(b"hello\n", mtime=0), "unknown extension '.gz'"),
         ("t.jsonl.gz", json_lines(record()), "corrupt gzip stream"),
@@ -333,7 +336,27 @@ def test_a_request_with_a_wrong_number_of_ids_is_an_error(tmp_path, counts):
 
 # --- the trace itself
 
-block_lists = st.lists(st.lists(st.integers(0, 9), unique=True, max_size=6), max_size=12)
+id_lists = st.lists(st.lists(st.integers(0, 4), unique=True, max_size=4), max_size=9)
+block_lists = st.lists(
+    st.lists(st.integers(1, 3), max_size=6).map(  # an id encodes its prefix
+        lambda contents: [*itertools.accumulate(contents, lambda before, own: 4 * before + own)]
+    ),
+    max_size=12,
+)
+
+
+@given(id_lists)
+def test_ids_that_follow_two_ids_are_refused_with_both_requests(lists):
+    first: dict[int, tuple[int | None, int]] = {}
+    for request, ids in enumerate(lists):
+        for before, block in itertools.pairwise([None, *ids]):
+            other, earlier = first.setdefault(block, (before, request))
+            if other != before:
+                places = rf"requests\[{request}\]: hash_ids: {block} .*requests\[{earlier}\]: "
+                with pytest.raises(ValueError, match=places):
+                    trace_of(*lists)
+                return
+    assert trace_of(*lists).num_unique_blocks == len(first)
 
 
 @given(block_lists, st.randoms(use_true_random=False))
