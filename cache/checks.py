@@ -6,6 +6,14 @@ import operator
 import reprlib
 
 
+def shown(value: object) -> str:
+    """``value`` in an error message: short, and also for ints that Python refuses to print."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:
+        return f"<{type(value).__name__}>"
+
+
 def as_int(name: str, value: int) -> int:
     """``value`` as an int, also from NumPy; ValueError, with the argument's name, for others."""
     if type(value) is int:
@@ -15,7 +23,7 @@ def as_int(name: str, value: int) -> int:
     except TypeError:
         number = None
     if number is None or isinstance(value, bool):
-        raise ValueError(f"{name}={reprlib.repr(value)}: needs an int")
+        raise ValueError(f"{name}={shown(value)}: needs an int")
     return number
 
 
@@ -26,21 +34,21 @@ def at_least(least: int, name: str, value: int) -> int:
     except ValueError:
         number = least - 1
     if number < least:
-        raise ValueError(f"{name}={reprlib.repr(value)}: needs an int of at least {least}")
+        raise ValueError(f"{name}={shown(value)}: needs an int of at least {least}")
     return number
 
 
 def true_or_false(name: str, value: bool) -> bool:
     """``value``; ValueError, with the argument's name, unless it is a bool."""
     if not isinstance(value, bool):
-        raise ValueError(f"{name}={reprlib.repr(value)}: needs True or False")
+        raise ValueError(f"{name}={shown(value)}: needs True or False")
     return value
 
 
 def callable_or_none(name: str, value: object) -> None:
     """Raise ValueError, with the argument's name, unless ``value`` is None or can be called."""
     if value is not None and not callable(value):
-        raise ValueError(f"{name}={reprlib.repr(value)}: needs a function or None")
+        raise ValueError(f"{name}={shown(value)}: needs a function or None")
 
 
 def require(condition: bool, message: str) -> None:

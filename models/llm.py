@@ -20,7 +20,7 @@ from cache.serving.sampling_params import SamplingParams
 from cache.serving.scheduler import Scheduler
 from cache.sizing import utilization_share
 from models.attention import AttentionBackend, make_backend
-from models.config import ModelConfig, default_sampling_params
+from models.config import ModelConfig, default_sampling_params, eos_of_tokenizer
 from models.decoder import CausalLM, build_model
 from models.hub import checkpoint_path
 from models.memory import available_host_bytes, profile_peak_bytes
@@ -171,12 +171,15 @@ class LLM:
         self.device = _device(asked.device, asked.tensor_parallel_size)
         self.dtype = _dtype(asked.dtype, self.config, self.device)
         self.tokenizer = load_tokenizer(folder)
+        if folder is not None and self.tokenizer is not None:
+            ends = self.config.eos_token_ids | eos_of_tokenizer(folder, self.tokenizer)
+            self.config = dataclasses.replace(self.config, eos_token_ids=ends)
         self.chat_template = load_chat_template(folder)
         self.default_sampling_params = default_sampling_params(folder)
         backend = make_backend(asked.attention_backend, self.device)
         kv_dtype = _kv_dtype(asked.kv_cache_dtype, self.dtype, backend)
         cuda_graphs = _use_graphs(asked, backend, self.device)
-        longest = _longest_position(asked.max_model_len, self.config.max_position_embeddings)
+        longest = _longest_position(asked.max_model_len, self.config.max_positions)
 
         workers = self._join_ranks(asked.tensor_parallel_size, {"model": model, **options})
         self.model = self._load_model(asked, folder, backend, longest)
@@ -195,7 +198,7 @@ class LLM:
         )  # fmt: skip
         engine = self._new_engine(asked, scheduler, runner, use_kernels)
         self.engine = engine if workers is None else LeadingEngine(engine, workers)
-        self._streams = Streams(self.engine, new_scheduler, self.tokenizer)
+        self._streams = Streams(self.engine, new_scheduler)
 
     def __repr__(self) -> str:
         manager = self.manager

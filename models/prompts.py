@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
+from cache.blocks.sequence import check_key
+from cache.checks import shown
 from models.config import read_json_object
 from models.gguf import is_gguf, open_gguf
 
@@ -26,15 +28,14 @@ if TYPE_CHECKING:
 class SaltedPrompt:
     """A prompt that shares K/V only with prompts of the same salt, for example of one tenant.
 
-    Raises ValueError for a salt that is neither text nor bytes.
+    Raises ValueError for a salt that is neither bytes nor text in valid Unicode.
     """
 
     prompt: str | Sequence[int]
     cache_salt: str | bytes
 
     def __post_init__(self) -> None:
-        if not isinstance(self.cache_salt, str | bytes):
-            raise ValueError(f"cache_salt={self.cache_salt!r}: needs a str or bytes")
+        check_key("cache_salt", self.cache_salt, str | bytes)
 
 
 Prompt = str | Sequence[int] | SaltedPrompt
@@ -101,11 +102,11 @@ def refuse_media(messages: Messages) -> None:
 def to_token_ids(prompt: Iterable[int]) -> list[int]:
     """Token ids as a list of int.  Raises ValueError for other types."""
     if isinstance(prompt, bytes | bytearray):
-        raise ValueError(f"prompt: got bytes, {reprlib.repr(prompt)}; decode them to a str")
+        raise ValueError(f"prompt: got bytes, {shown(prompt)}; decode them to a str")
     try:
         return list(map(operator.index, prompt))
     except TypeError:
-        raise ValueError(f"prompt: needs a text or token ids, got {reprlib.repr(prompt)}") from None
+        raise ValueError(f"prompt: needs a text or token ids, got {shown(prompt)}") from None
 
 
 class ChatTemplate:

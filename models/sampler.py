@@ -20,6 +20,8 @@ from cache.serving.sampling_params import SamplingParams
 from kernels import reference
 from models.uploads import Uploads
 
+_SMALL_TEMPERATURE = 0.01
+
 
 def noise_seed(seed: int, sample: int, position: int) -> int:
     """Seed of the noise for output token ``position`` of output ``sample`` of a seeded request.
@@ -127,6 +129,10 @@ class Sampler:
         temperatures = [
             min(max(p.temperature, 1e-30), 1e29) if p.temperature else 0 for p in params
         ]
+        small = [row for row, t in enumerate(temperatures) if 0 < t < _SMALL_TEMPERATURE]
+        if small:  # noise far below a logit would be rounded away
+            logits = logits.to(torch.float32, copy=True)
+            logits[small] -= logits[small].amax(dim=-1, keepdim=True)
         arrays = {
             "noise_seeds": np.array(seeds, dtype=np.int64),
             "temperatures": np.array(temperatures, dtype=np.float32),

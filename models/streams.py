@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
+import re
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 from cache.serving.engine import Engine
-from cache.serving.outputs import CompletionOutput, RequestOutput, TokenOutput
+from cache.serving.output_text import Decoder
+from cache.serving.outputs import RequestOutput, TokenOutput
 from cache.serving.request import Request
 from cache.serving.sampling_params import SamplingParams
 from cache.serving.scheduler import Scheduler
-from cache.serving.stop_strings import cut_at_stop
+from models.prompts import tokenizer_errors
 
 Event = TokenOutput | RequestOutput
 
@@ -29,44 +29,46 @@ class NewRequest(NamedTuple):
     cache_salt: str | bytes | None = None
 
 
-def _text(tokenizer: Tokenizer, token_ids: list[int], params: SamplingParams) -> str:
-    """The text of an output, up to the stop string that ended it."""
-    skip = params.skip_special_tokens
-    text = tokenizer.decode(token_ids, skip_special_tokens=skip)
-    if not params.stop:
-        return text
-    kept = tokenizer.decode(token_ids[: params.min_tokens], skip_special_tokens=skip)
-    return cut_at_stop(text, params.stop, len(kept))
-
-
-def new_decoder(tokenizer: Tokenizer, params: SamplingParams) -> Callable[[int], str]:
-    """decode(token_id) -> the text that the token adds, "" while a character is incomplete."""
-    stream = DecodeStream(skip_special_tokens=params.skip_special_tokens)
-    return lambda token_id: stream.step(tokenizer, token_id) or ""
+def new_decoder(tokenizer: Tokenizer, params: SamplingParams) -> Decoder:
+    """The decoder of one output; see ``cache.serving.output_text``."""
+    return _Decoder(tokenizer, params.skip_special_tokens)
 
 
 class _Decoder:
-    """Gives each token of an output its text; together they are the text of the output.
+    """Decodes an output token by token; all of it equals ``tokenizer.decode`` of its tokens.
 
-    The possible beginning of a stop string is kept back.
+    Text is settled unless it ends in U+FFFD, which may be an incomplete character, or in a byte
+    token: in a run of them (``<0x0A> <0xE2>``) a later byte can make the whole run invalid.  Tokens
+    are decoded behind those that settled last, as the first token of a text may lose its blank.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
-        self._tokenizer, self._params = tokenizer, params
-        self._decode = new_decoder(tokenizer, params)
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._tokenizer, self._skip_special_tokens = tokenizer, skip_special_tokens
         self._token_ids: list[int] = []
-        self._text, self._length = "", 0
-        self._kept_back = max(map(len, params.stop), default=1) - 1
+        self._num_settled, self._length = 0, 0  # tokens, and characters of their text
+        self._pending = ""
 
-    def with_text(self, token: TokenOutput) -> TokenOutput:
-        self._token_ids.append(token.token_id)
-        self._text += self._decode(token.token_id)
-        end = max(self._length, len(self._text) - self._kept_back)
-        if token.finish_reason is not None:  # the stream keeps back an incomplete character
-            self._text = _text(self._tokenizer, self._token_ids, self._params)
-            end = len(self._text)
-        text, self._length = self._text[self._length : end], end
-        return token._replace(text=text)
+    def __call__(self, token_ids: Sequence[int]) -> tuple[str, str]:
+        if not token_ids:
+            return "", self._pending
+        self._token_ids += token_ids
+        text = self._decode(self._token_ids)[self._length :]
+        last = self._tokenizer.id_to_token(token_ids[-1]) or ""
+        changed, self._pending = text != self._pending, text
+        if not changed or text.endswith("\ufffd") or _BYTE_TOKEN.fullmatch(last):
+            return "", text
+        del self._token_ids[: self._num_settled]
+        self._num_settled, self._pending = len(self._token_ids), ""
+        self._length = len(self._decode(self._token_ids))
+        return text, ""
+
+    def _decode(self, token_ids: list[int]) -> str:
+        skip = self._skip_special_tokens
+        with tokenizer_errors("output"):
+            return self._tokenizer.decode(token_ids, skip_special_tokens=skip)
+
+
+_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 class Streams:
@@ -77,13 +79,10 @@ class Streams:
 
     Args:
         new_scheduler: makes the engine's scheduler after such a step.
-        tokenizer: decodes outputs; None for token ids only.
     """
 
-    def __init__(
-        self, engine: Engine, new_scheduler: Callable[[], Scheduler], tokenizer: Tokenizer | None
-    ) -> None:
-        self._engine, self._new_scheduler, self._tokenizer = engine, new_scheduler, tokenizer
+    def __init__(self, engine: Engine, new_scheduler: Callable[[], Scheduler]) -> None:
+        self._engine, self._new_scheduler = engine, new_scheduler
         self._lock = threading.Lock()  # guards the engine and the next two attributes
         self._requests: dict[int, NewRequest] = {}
         self._outbox: defaultdict[int, list[Event]] = defaultdict(list)
@@ -97,13 +96,13 @@ class Streams:
         Closing or dropping the iterator cancels unfinished requests.
         """
         added: dict[int, NewRequest] = {}
-        events = self._events(added, texts and self._tokenizer is not None)
+        events = self._events(added)
         next(events)  # a generator that has not begun would skip its `finally`
         try:
             with self._lock:
                 for request in requests:
                     request_id = self._engine.add(
-                        request.token_ids, request.params, request.cache_salt
+                        request.token_ids, request.params, request.cache_salt, texts
                     )
                     added[request_id] = self._requests[request_id] = request
         except BaseException:
@@ -121,8 +120,7 @@ class Streams:
         with self._lock:
             return self._engine.reset_prefix_cache()
 
-    def _events(self, requests: dict[int, NewRequest], texts: bool) -> Iterator[Event]:
-        decoders: dict[tuple[int, int], _Decoder] = {}
+    def _events(self, requests: dict[int, NewRequest]) -> Iterator[Event]:
         try:
             yield None
             remaining = set(requests)
@@ -130,12 +128,6 @@ class Streams:
                 for event in self._next_events(remaining):
                     if isinstance(event, RequestOutput):
                         remaining.discard(event.request_id)
-                    elif texts:
-                        output = event.request_id, event.index
-                        if output not in decoders:
-                            params = requests[event.request_id].params
-                            decoders[output] = _Decoder(self._tokenizer, params)
-                        event = decoders[output].with_text(event)
                     yield event
         finally:
             self._abandon(requests)
@@ -166,8 +158,6 @@ class Streams:
     def _deliver(self, finished: Iterable[Request]) -> None:
         for request in finished:
             outputs = self._engine.completions(request)
-            if self._tokenizer is not None:
-                outputs = [self._with_text(output, request.params) for output in outputs]
             ours = self._requests.pop(request.request_id, None)
             output = RequestOutput(
                 request_id=request.request_id,
@@ -175,12 +165,9 @@ class Streams:
                 prompt_token_ids=request.prompt_token_ids,
                 outputs=outputs,
                 stats=request.stats,
+                error=request.error,
             )
             self._outbox[request.request_id].append(output)
-
-    def _with_text(self, output: CompletionOutput, params: SamplingParams) -> CompletionOutput:
-        text = _text(self._tokenizer, output.token_ids, params)
-        return dataclasses.replace(output, text=text)
 
     def _abandon(self, request_ids: Iterable[int]) -> None:
         """Cancel requests now, or after the current use of the engine.

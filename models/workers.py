@@ -90,7 +90,7 @@ class LeadingEngine:
         return getattr(self._engine, name)
 
     def add(self, prompt_token_ids: Sequence[int], params: SamplingParams, *keys: object) -> int:
-        self._engine.check(prompt_token_ids, params)
+        self._engine.check(prompt_token_ids, params, *keys[:1])
         self.workers.call("add", list(prompt_token_ids), params, *keys)
         return self._engine.add(prompt_token_ids, params, *keys)
 

@@ -25,7 +25,7 @@ from hashlib import sha256
 
 import xxhash
 
-from cache.blocks.sequence import ExtraKey, Sequence
+from cache.blocks.sequence import ExtraKey, Sequence, encode_key
 
 HASH_ALGORITHMS: dict[str, Callable[[bytes], bytes]] = {
     "xxh3_128": xxhash.xxh3_128_digest,
@@ -40,14 +40,7 @@ def encode_extra_keys(keys: Iterable[ExtraKey]) -> bytes:
     encoded = []
     for key in keys:
         encoded.append(b"k%d:" % len(key))
-        for part in key:
-            if isinstance(part, str):
-                kind, payload = b"s", part.encode()
-            elif isinstance(part, bytes):
-                kind, payload = b"b", part
-            else:
-                kind, payload = b"i", b"%d" % part
-            encoded.append(b"%b%d:%b" % (kind, len(payload), payload))
+        encoded += map(encode_key, key)
     return b"".join(encoded)
 
 

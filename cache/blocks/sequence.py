@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Hashable, Iterable
 from typing import NamedTuple, Self
 
-from cache.checks import as_int
+from cache.checks import as_int, shown
 
 ExtraKey = tuple[str | bytes | int, ...]
 """The kind of key, then its parts: ``("lora", "adapter-7")``."""
@@ -74,8 +74,8 @@ class Sequence:
         self.num_computed_tokens = 0
         self.table_version = 0
         self.hints: tuple[float, ...] = ()
-        self.lora_name = _check_key("lora_name", lora_name, str | int)
-        self.cache_salt = _check_key("cache_salt", cache_salt, str | bytes)
+        self.lora_name = check_key("lora_name", lora_name, str | int | None)
+        self.cache_salt = check_key("cache_salt", cache_salt, str | bytes | None)
         self.mm_inputs = _check_mm_inputs(mm_inputs, self.num_prompt_tokens)
         self.keyed_length = 0 if lora_name is None and cache_salt is None else 1
         if self.mm_inputs:
@@ -153,12 +153,36 @@ def _check_token_id(token_id: int, name: str) -> None:
     try:
         array("I", (token_id,))
     except (OverflowError, TypeError):
-        raise ValueError(f"{name}={token_id!r}: a token id is an int in [0, 2**32)") from None
+        raise ValueError(f"{name}={shown(token_id)}: a token id is an int in [0, 2**32)") from None
 
 
-def _check_key(name: str, value, types):
-    if value is not None and not isinstance(value, types):
-        raise ValueError(f"{name}={value!r}: needs {types} or None, got {type(value).__name__}")
+def encode_key(part: str | bytes | int) -> bytes:
+    """Part of an extra key as bytes; equal only for equal parts of one type.
+
+    Raises ValueError for a text that is not valid Unicode and for an int that is too long.
+    """
+    if isinstance(part, str):
+        kind, payload = b"s", part.encode()
+    elif isinstance(part, bytes):
+        kind, payload = b"b", part
+    else:
+        kind, payload = b"i", b"%d" % part
+    return b"%b%d:%b" % (kind, len(payload), payload)
+
+
+def check_key(name: str, value, types):
+    """``value``, a part of an extra key, or None.
+
+    Raises ValueError, with the argument's name, for another type and for a value that cannot be
+    hashed.
+    """
+    if not isinstance(value, types):
+        raise ValueError(f"{name}={shown(value)}: needs {types}, got {type(value).__name__}")
+    try:
+        if value is not None:
+            encode_key(value)
+    except ValueError as error:
+        raise ValueError(f"{name}={shown(value)}: cannot be hashed: {error}") from None
     return value
 
 
@@ -166,10 +190,8 @@ def _check_mm_inputs(mm_inputs, num_prompt_tokens: int) -> tuple[MultiModalInput
     checked, end = [], 0
     for i, mm_input in enumerate(mm_inputs):
         if not isinstance(mm_input, tuple | list) or len(mm_input) != 3:
-            raise ValueError(f"mm_inputs[{i}]={mm_input!r}: needs (content_hash, offset, length)")
-        content_hash = mm_input[0]
-        if not isinstance(content_hash, str | bytes):
-            raise ValueError(f"mm_inputs[{i}]: content_hash={content_hash!r} is no str or bytes")
+            raise ValueError(f"mm_inputs[{i}]={shown(mm_input)}: needs (content_hash, offset, length)")
+        content_hash = check_key(f"mm_inputs[{i}]: content_hash", mm_input[0], str | bytes)
         offset = as_int(f"mm_inputs[{i}]: offset", mm_input[1])
         length = as_int(f"mm_inputs[{i}]: length", mm_input[2])
         if length < 1 or offset < end or offset + length > num_prompt_tokens:

@@ -12,6 +12,7 @@ The search ends when no running beam, if it ended now, would beat the worst of t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from cache.serving.request import FinishReason, Request, ScheduledSequence, Status
@@ -114,7 +115,10 @@ class BeamSearch:
         )
 
     def _score(self, total: float, num_tokens: int) -> float:
-        return total / max(1, num_tokens) ** self.request.params.length_penalty
+        penalty, length = self.request.params.length_penalty, max(1, num_tokens)
+        if abs(penalty) * math.log(length) < 700:
+            return total / length**penalty
+        return total * math.exp(math.copysign(700, -penalty))  # within the range of floats
 
 
 def _ranked(hypotheses: list[Hypothesis]) -> list[Hypothesis]:

@@ -10,15 +10,17 @@ import time
 import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
+from cache.blocks.sequence import check_key, pack_token_ids
 from cache.managers.base import CacheManager, UnsupportedByDesign
 from cache.serving.beam_search import BeamSearch
+from cache.serving.output_text import Decoder, OutputText
 from cache.serving.outputs import CompletionOutput, TokenOutput
 from cache.serving.request import FinishReason, Request, RequestStats, ScheduledSequence, Status
 from cache.serving.sampling_params import SamplingParams
 from cache.serving.scheduler import Scheduler, Step
-from cache.serving.stop_strings import StopSearch
 
 
 class Runner(Protocol):
@@ -69,6 +71,13 @@ class _Unread(NamedTuple):
     sequences: list[ScheduledSequence]
 
 
+class _OnHost(list[int]):
+    """Tokens that are read already."""
+
+    def read(self) -> list[int]:
+        return self
+
+
 class Engine:
     """Serves requests, several at a time, step by step.
 
@@ -78,8 +87,7 @@ class Engine:
         eos_token_ids: end an output unless the request ignores them.
         overlap: schedule and launch a step before the tokens of the last one are read, so that the
             device does not wait for the host, see ``step``.  Off with blocks of one token.
-        new_decoder: makes an incremental decoder for one output of a request, for stop strings: it
-            returns the text that a token adds.  None without a tokenizer.
+        new_decoder: makes the decoder of one output of a request.  None without a tokenizer.
 
     Attributes:
         clock: returns the time for statistics, in seconds; ``time.perf_counter``.
@@ -94,7 +102,7 @@ class Engine:
         max_model_len: int,
         vocab_size: int | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
-        new_decoder: Callable[[SamplingParams], Callable[[int], str]] | None = None,
+        new_decoder: Callable[[SamplingParams], Decoder] | None = None,
         overlap: bool = False,
     ) -> None:
         self.scheduler, self.runner, self.sampler = scheduler, runner, sampler
@@ -117,8 +125,18 @@ class Engine:
     def has_unfinished(self) -> bool:
         return bool(self.requests)
 
-    def check(self, prompt_token_ids: Items[int], params: SamplingParams) -> None:
+    def check(
+        self,
+        prompt_token_ids: Items[int],
+        params: SamplingParams,
+        cache_salt: str | bytes | None = None,
+    ) -> None:
         """Raise the errors that ``add`` would raise for this request."""
+        try:
+            prompt_token_ids = pack_token_ids(prompt_token_ids)
+        except ValueError as error:
+            raise ValueError(f"prompt: {error}") from None
+        check_key("cache_salt", cache_salt, str | bytes | None)
         length = len(prompt_token_ids)
         if not length:
             raise ValueError("prompt: has no tokens; needs at least one")
@@ -160,18 +178,20 @@ class Engine:
         prompt_token_ids: Items[int],
         params: SamplingParams,
         cache_salt: str | bytes | None = None,
+        stream_text: bool = False,
     ) -> int:
-        """Add a request to the end of the line; returns its id.
+        """Add a request to the end of the waiting queue; returns its id.
 
-        Samples beyond max_num_seqs wait in line for the others.
+        Samples beyond max_num_seqs wait for the others.
 
         cache_salt: only requests with an equal salt share K/V; None shares with None.
+        stream_text: give the request's tokens their texts, if there is a tokenizer.
 
-        Raises ValueError for a prompt that is empty, has ids out of range, or does not fit, and for
-        more beams than max_num_seqs or the cache allows; UnsupportedByDesign for beam search with
-        a manager that cannot fork.
+        Raises ValueError for a prompt that is empty, has ids out of range, or does not fit, for a
+        salt that is not valid Unicode, and for more beams than max_num_seqs or the cache allows;
+        UnsupportedByDesign for beam search with a manager that cannot fork.  Then nothing is added.
         """
-        self.check(prompt_token_ids, params)
+        self.check(prompt_token_ids, params, cache_salt)
         stops = params.stop_token_ids | (frozenset() if params.ignore_eos else self.eos_token_ids)
         length = len(prompt_token_ids)
         max_tokens = min(params.max_tokens, self.max_model_len - length)
@@ -181,6 +201,7 @@ class Engine:
             max_tokens=max_tokens,
             stop_token_ids=stops,
             stats=RequestStats(self.clock(), length, max_tokens),
+            follows_text=self.new_decoder is not None and (stream_text or bool(params.stop)),
         )
         num_outputs = params.n if params.beam_width is None else params.beam_width
         group = min(num_outputs, self.scheduler.max_num_seqs) if self._can_fork else 1
@@ -190,7 +211,14 @@ class Engine:
             )
             seq.num_pending_forks = min(group, num_outputs - index) - 1
             request.sequences.append(seq)
-            self.scheduler.add(seq)
+        try:
+            for seq in request.sequences:
+                self.scheduler.add(seq)
+        except BaseException:  # of the policy
+            for seq in request.sequences:
+                if seq in self.scheduler.waiting:
+                    self.scheduler.finish(seq)
+            raise
         if params.beam_width is not None:
             self._beam_searches[request.request_id] = BeamSearch(request)
         self.requests[request.request_id] = request
@@ -208,16 +236,18 @@ class Engine:
                 self._finish_sequence(seq, reason)
         self._finish_request(request)
 
-    def _fail(self, request: Request) -> None:
-        """End a request whose logits are NaN or infinite; others continue."""
-        warnings.warn(
-            f"request {request.request_id}: logits are NaN or infinite after at most "
-            f"{max(len(seq.token_ids) for seq in request.sequences)} tokens; the weights are "
-            "damaged, or too large for the dtype",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-        self._end(request, FinishReason.ERROR)
+    def _fail(self, request: Request, error: Exception | str, finished: list[Request]) -> None:
+        """End a request for an error of its own, unless it has ended; others continue."""
+        if request.request_id in self.requests:
+            self._note_error(request, error)
+            self._end(request, FinishReason.ERROR)
+            finished.append(request)
+
+    def _note_error(self, request: Request, error: Exception | str) -> None:
+        kind = "" if isinstance(error, str) else f"{type(error).__name__}: "
+        request.error = f"{kind}{error}"
+        message = f"request {request.request_id}: {request.error}"
+        warnings.warn(message, RuntimeWarning, stacklevel=4)
 
     def reset_prefix_cache(self) -> bool:
         """Drop all cached K/V, as after a change of weights.
@@ -255,12 +285,15 @@ class Engine:
         for row, seq in enumerate(complete):
             search = searches and searches.get(seq.request.request_id)
             if search:
-                best = self.sampler.likeliest(logits, row, seq, search.num_candidates)
+                try:
+                    best = self.sampler.likeliest(logits, row, seq, search.num_candidates)
+                except Exception as error:
+                    self._fail(seq.request, error, finished)
+                    continue
                 if best:
                     search.observe(seq, best)
-                elif seq.status is not Status.FINISHED:  # another beam of it may have failed
-                    finished.append(seq.request)
-                    self._fail(seq.request)
+                else:
+                    self._fail(seq.request, _not_finite(seq), finished)
                 continue
             rows.append(row)
             drawing.append(seq)
@@ -269,21 +302,55 @@ class Engine:
                 rows += [row] * len(samples)
                 drawing += samples
 
-        drawn = None
+        drawn, errors = None, step.errors
         if drawing:
-            drawn = _Unread(self.sampler.draw(logits, rows, drawing), logits, rows, drawing)
+            drawn = _Unread(self._draw(logits, rows, drawing, errors), logits, rows, drawing)
         self._read(outputs, finished)  # the last step's, while the device computes this one
-        if self.overlap and not any(seq.request.params.reads_tokens for seq in drawing):
+        reads = errors or any(seq.request.params.reads_tokens for seq in drawing)
+        if self.overlap and not reads:
             self._unread = drawn and drawn._replace(logits=None)  # they are large
             self._count_on(drawing)
         else:
+            for seq, error in errors:
+                self._fail(seq.request, error, finished)
             self._unread = drawn
             self._read(outputs, finished)
-        for search in searches.values():
-            if search.is_ready and self._advance(search, self.clock()):
+        for search in list(searches.values()):
+            try:
+                is_over = search.is_ready and self._advance(search, self.clock())
+            except Exception as error:
+                self._fail(search.request, error, finished)
+                continue
+            if is_over:
                 finished.append(search.request)
                 self._finish_request(search.request)
         return outputs, finished
+
+    def _draw(
+        self, logits: Any, rows: list[int], sequences: list[ScheduledSequence],
+        errors: list[tuple[ScheduledSequence, Exception]],
+    ) -> Drawn:  # fmt: skip
+        """Sample; one by one if that raises, so that ``errors`` gets the sequences that cause it.
+
+        Raises if several requests fail and none succeeds: then the cause is not a request.
+        """
+        try:
+            return self.sampler.draw(logits, rows, sequences)
+        except Exception:
+            failed, tokens = [], []
+            for row, seq in zip(rows, sequences, strict=True):
+                try:
+                    tokens += self.sampler.draw(logits, [row], [seq]).read()
+                except Exception as error:
+                    tokens.append(-1)
+                    failed.append((seq, error))
+            if (
+                len(failed) == len(sequences)
+                and len({seq.request.request_id for seq in sequences}) > 1
+            ):
+                raise
+            errors += failed
+            return _OnHost(tokens)
 
     def _read(self, outputs: list[TokenOutput], finished: list[Request]) -> None:
         """Append the tokens that are not read yet, and finish the sequences that they end."""
@@ -295,28 +362,36 @@ class Engine:
         for row, seq, token in zip(drawn.rows, drawn.sequences, tokens, strict=True):
             if seq.finish_reason:  # finished before this token could be known
                 continue
+            request, logprobs, piece = seq.request, None, None
+            params, stats = request.params, request.stats
             if token < 0:
-                finished.append(seq.request)
-                self._fail(seq.request)
+                self._fail(request, _not_finite(seq), finished)
+                continue
+            try:
+                if params.logprobs is not None:
+                    logprobs = self.sampler.logprobs(drawn.logits, row, token, params.logprobs)
+                stops = token in request.stop_token_ids  # then it has no text
+                if request.follows_text and not stops:
+                    stops = self._text_of(seq).append([token])
+            except Exception as error:
+                self._fail(request, error, finished)
                 continue
             if seq.num_unknown_tokens:
                 seq.drop_unknown()
             seq.append_token(token)
-            request, logprobs = seq.request, None
-            params, stats = request.params, request.stats
             if stats.first_token_time is None:
                 stats.first_token_time = now
-            if params.logprobs is not None:
-                logprobs = self.sampler.logprobs(drawn.logits, row, token, params.logprobs)
+            if logprobs is not None:
                 seq.logprobs.append(logprobs)
-            meets_stop = params.stop and self._meets_stop(seq, token)
-            if meets_stop or token in request.stop_token_ids:
+            if stops:
                 self._finish_sequence(seq, FinishReason.STOP)
             elif len(seq.token_ids) == seq.num_prompt_tokens + request.max_tokens:
                 self._finish_sequence(seq, FinishReason.LENGTH)
             reason = seq.finish_reason
+            if request.follows_text:
+                piece = self._text_of(seq).next_piece()
             outputs.append(
-                TokenOutput(request.request_id, seq.index, token, reason, None, logprobs)
+                TokenOutput(request.request_id, seq.index, token, reason, piece, logprobs)
             )
             if reason and request.is_finished:
                 finished.append(request)
@@ -347,17 +422,44 @@ class Engine:
         return requests
 
     def completions(self, request: Request) -> list[CompletionOutput]:
-        """The outputs of a finished request, without text."""
+        """The outputs of a finished request, with their texts if there is a tokenizer."""
         search = self._beam_searches.pop(request.request_id, None)
         if search is not None:
-            return [
+            outputs = [
                 CompletionOutput(
                     index, best.token_ids, best.finish_reason,
                     cumulative_logprob=best.cumulative_logprob,
                 )
                 for index, best in enumerate(search.best())
             ]  # fmt: skip
-        return [_completion(seq) for seq in sorted(request.sequences, key=lambda seq: seq.index)]
+        else:
+            sequences = sorted(request.sequences, key=lambda seq: seq.index)
+            outputs = [_completion(seq) for seq in sequences]
+        if self.new_decoder is None:
+            return outputs
+        try:
+            if request.follows_text and search is None:
+                texts = [self._text_of(seq).finish() for seq in sequences]
+            else:
+                texts = [self._whole_text(output, request) for output in outputs]
+        except Exception as error:
+            self._note_error(request, error)
+            return [replace(output, finish_reason=FinishReason.ERROR) for output in outputs]
+        return [replace(output, text=text) for output, text in zip(outputs, texts, strict=True)]
+
+    def _text_of(self, seq: ScheduledSequence) -> OutputText:
+        """The text that is followed token by token."""
+        if seq.text is None:
+            params = seq.request.params
+            seq.text = OutputText(self.new_decoder(params), params.stop, params.min_tokens)
+        return seq.text
+
+    def _whole_text(self, output: CompletionOutput, request: Request) -> str:
+        """The text of an output whose text was not followed."""
+        text = OutputText(self.new_decoder(request.params))
+        has_stop = output.finish_reason is FinishReason.STOP  # a token, which has no text
+        text.append(output.token_ids[: len(output.token_ids) - has_stop])
+        return text.finish()
 
     def _note_scheduled(self, step) -> None:
         for seq in step.admitted:
@@ -366,16 +468,11 @@ class Engine:
                 stats.first_scheduled_time = self.clock()
                 stats.num_cached_tokens = seq.num_cached_tokens
 
-    def _meets_stop(self, seq: ScheduledSequence, token: int) -> bool:
-        if seq.stop_search is None:
-            params = seq.request.params
-            seq.stop_search = StopSearch(params.stop, params.min_tokens, self.new_decoder(params))
-        return seq.stop_search.meets_stop(token)
-
     def _fork(self, seq: ScheduledSequence, index: int) -> ScheduledSequence:
         child = seq.fork(next(self._seq_ids))
         child.index = index
         self.scheduler.fork(seq, child)
+        seq.request.sequences.append(child)
         return child
 
     def _fork_samples(self, seq: ScheduledSequence) -> list[ScheduledSequence]:
@@ -383,7 +480,6 @@ class Engine:
         indices = range(seq.index + 1, seq.index + 1 + seq.num_pending_forks)
         children = [self._fork(seq, index) for index in indices]
         seq.num_pending_forks = 0
-        seq.request.sequences += children
         return children
 
     def _advance(self, search: BeamSearch, now: float) -> bool:
@@ -407,12 +503,14 @@ class Engine:
                 seq.append_token(token)
                 seq.cumulative_logprob = total
                 beams.append(seq)
-        search.beams = request.sequences = beams
+        search.beams, request.sequences = beams, beams[:]
         return False
 
     def _finish_sequence(self, seq: ScheduledSequence, reason: FinishReason) -> None:
         seq.drop_unknown()  # an aborted sequence may have one
         seq.finish_reason = reason
+        if seq.text is not None:
+            seq.text.finish()
         self.scheduler.finish(seq)
 
     def _finish_request(self, request: Request) -> None:
@@ -428,6 +526,13 @@ class Engine:
         stats.was_aborted = any(seq.finish_reason in ended for seq in request.sequences)
         stats.num_output_tokens = sum(lengths)
         stats.longest_output = max(lengths, default=0)
+
+
+def _not_finite(seq: ScheduledSequence) -> str:
+    return (
+        f"logits are NaN or infinite after {len(seq.token_ids)} tokens; the weights are damaged or "
+        "too large for the dtype, or the sampling parameters leave no token"
+    )
 
 
 def _completion(seq: ScheduledSequence) -> CompletionOutput:

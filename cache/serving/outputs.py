@@ -15,7 +15,8 @@ class CompletionOutput:
     """Generated tokens, including the one that ended the output."""
     finish_reason: FinishReason
     text: str | None = None
-    """Without special tokens, up to a stop string; None if the model has no tokenizer."""
+    """Without special tokens and the token that ended it, up to a stop string.  None if the model
+    has no tokenizer."""
     cumulative_logprob: float | None = None
     """Sum of log p of the tokens; for beam search and for requests with logprobs."""
     logprobs: list[dict[int, float]] | None = None
@@ -32,6 +33,8 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     stats: RequestStats
+    error: str | None = None
+    """What ended it with FinishReason.ERROR."""
 
 
 class TokenOutput(NamedTuple):
@@ -44,7 +47,7 @@ class TokenOutput(NamedTuple):
     finish_reason: FinishReason | None
     """None while more tokens follow."""
     text: str | None = None
-    """Text that it adds; empty until a character is complete, and for special tokens.  None if the
-    model has no tokenizer."""
+    """Text that it settles; empty until a character is complete, and for special tokens.  None if
+    the model has no tokenizer."""
     logprobs: dict[int, float] | None = None
     """log p of this token and of the likeliest tokens; for requests with logprobs."""

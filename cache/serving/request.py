@@ -12,8 +12,8 @@ from cache.blocks.sequence import Sequence
 if TYPE_CHECKING:
     import numpy as np
 
+    from cache.serving.output_text import OutputText
     from cache.serving.sampling_params import SamplingParams
-    from cache.serving.stop_strings import StopSearch
 
 
 class Status(enum.Enum):
@@ -32,7 +32,7 @@ class FinishReason(enum.StrEnum):
     ABORT = "abort"
     """Cancelled by the caller."""
     ERROR = "error"
-    """The next logits were NaN or infinite."""
+    """Its own work raised an error, or its logits were NaN or infinite; see ``Request.error``."""
 
 
 class ScheduledSequence(Sequence):
@@ -49,7 +49,7 @@ class ScheduledSequence(Sequence):
         num_dropped_tokens: tokens whose K/V the last preemption dropped; 0 once computed again.
         cumulative_logprob: sum of log p over the generated tokens; only beam search keeps it.
         logprobs: log p of each generated token, if the request asks for them.
-        stop_search: search for the request's stop strings; None before the first token.
+        text: its text, if the request follows it; None before the first token.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ScheduledSequence(Sequence):
         self.num_dropped_tokens = 0
         self.cumulative_logprob = 0.0
         self.logprobs: list[dict[int, float]] = []
-        self.stop_search: StopSearch | None = None
+        self.text: OutputText | None = None
 
     @property
     def num_output_tokens(self) -> int:
@@ -179,6 +179,8 @@ class Request:
 
     max_tokens: most tokens to generate: the parameter, or fewer if model or cache end before.
     stop_token_ids: tokens that end an output.
+    follows_text: whether its tokens get their texts, which stop strings need too.
+    error: why it ended, with FinishReason.ERROR.
     """
 
     request_id: int
@@ -186,7 +188,9 @@ class Request:
     max_tokens: int
     stop_token_ids: frozenset[int]
     stats: RequestStats
+    follows_text: bool = False
     sequences: list[ScheduledSequence] = field(default_factory=list)
+    error: str | None = None
 
     @property
     def prompt_token_ids(self) -> list[int]:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from numbers import Real
 from typing import Any
 
-from cache.checks import at_least
+from cache.checks import as_int, shown, true_or_false
+
+MAX_N = 16_384
+"""Most outputs of a request, as in vLLM: each takes a place in the waiting queue."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,27 +67,29 @@ class SamplingParams:
     length_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        at_least(1, "n", self.n)
-        at_least(1, "max_tokens", self.max_tokens)
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        for name, is_valid, what in _NEEDS:
-            if not is_valid(getattr(self, name)):
-                raise ValueError(f"{name}={getattr(self, name)!r}: needs {what}")
-        if not (_is_int(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens):
+        for name, (convert, is_valid, needs) in _FIELDS.items():
+            given = getattr(self, name)
+            try:
+                value = convert(given)
+                if not is_valid(value):
+                    raise ValueError
+            except (TypeError, ValueError):
+                raise ValueError(f"{name}={shown(given)}: needs {needs}") from None
+            object.__setattr__(self, name, value)
+        if self.min_tokens > self.max_tokens:
             raise ValueError(
-                f"min_tokens={self.min_tokens!r}: needs an int from 0 to "
-                f"max_tokens={self.max_tokens}"
+                f"min_tokens={shown(self.min_tokens)}: needs an int from 0 to "
+                f"max_tokens={shown(self.max_tokens)}"
             )
-        object.__setattr__(self, "stop_token_ids", frozenset(self.stop_token_ids))
-        object.__setattr__(self, "stop", tuple(self.stop))
         if self.beam_width is not None:
             self._check_beam_search()
 
     def _check_beam_search(self) -> None:
-        if not (_is_int(self.beam_width) and self.beam_width >= self.n):
+        if self.beam_width < self.n:
             raise ValueError(
-                f"beam_width={self.beam_width!r}: needs an int of at least n={self.n}, or None"
+                f"beam_width={self.beam_width}: needs an int of at least n={self.n}, or None"
             )
         for name, idle in _IDLE_IN_BEAM_SEARCH.items():
             if getattr(self, name) not in idle:
@@ -134,44 +141,66 @@ _IDLE_IN_BEAM_SEARCH = {
 """Values that beam search accepts: it ranks by the model's own log p and samples nothing."""
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _int(value: object) -> int:
+    """An int, also from NumPy.  Raises ValueError for others."""
+    return as_int("", value)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
+def _int_or_none(value: object) -> int | None:
+    return None if value is None else _int(value)
 
 
-def _are(items: object, is_valid: Callable[[Any], bool]) -> bool:
-    is_collection = isinstance(items, Collection) and not isinstance(items, str | bytes)
-    return is_collection and all(map(is_valid, items))
+def _number(value: object) -> float:
+    """The nearest finite float of a real number, or infinity.  Raises TypeError for others."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise TypeError
+    try:
+        return float(value)
+    except OverflowError:  # of an int
+        return sys.float_info.max * (1 if value > 0 else -1)
 
 
-_PENALTY = (lambda v: _is_number(v) and abs(v) <= 2, "a number from -2 to 2")
-_NEEDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    (
-        "temperature",
-        lambda v: _is_number(v) and 0 <= v < math.inf,
-        "a finite number, 0 (greedy) or more",
+def _items(value: object) -> tuple:
+    if not isinstance(value, Collection) or isinstance(value, str | bytes):
+        raise TypeError
+    return tuple(value)
+
+
+_PENALTY = _number, lambda v: abs(v) <= 2, "a number from -2 to 2"
+_FLAG = partial(true_or_false, ""), lambda v: True, "True or False"
+_COUNT = _int, lambda v: v >= 1, "an int of at least 1"
+_FIELDS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], bool], str]] = {
+    "n": (_int, lambda v: 1 <= v <= MAX_N, f"an int from 1 to {MAX_N:,}"),
+    "temperature": (
+        _number, lambda v: 0 <= v < math.inf, "a finite number, 0 (greedy) or more",
     ),
-    ("top_k", lambda v: _is_int(v) and v >= -1, "an int of at least 1, or 0 or -1 for all tokens"),
-    ("top_p", lambda v: _is_number(v) and 0 < v <= 1, "a number above 0 and up to 1"),
-    ("min_p", lambda v: _is_number(v) and 0 <= v <= 1, "a number from 0 to 1"),
-    ("frequency_penalty", *_PENALTY),
-    ("presence_penalty", *_PENALTY),
-    ("repetition_penalty", lambda v: _is_number(v) and 0 < v < math.inf, "a finite number above 0"),
-    ("seed", lambda v: v is None or _is_int(v), "an int or None"),
-    (
-        "stop",
-        lambda v: _are(v, lambda text: isinstance(text, str) and text),
+    "top_k": (_int, lambda v: v >= -1, "an int of at least 1, or 0 or -1 for all tokens"),
+    "top_p": (_number, lambda v: 0 < v <= 1, "a number above 0 and up to 1"),
+    "min_p": (_number, lambda v: 0 <= v <= 1, "a number from 0 to 1"),
+    "frequency_penalty": _PENALTY,
+    "presence_penalty": _PENALTY,
+    "repetition_penalty": (_number, lambda v: 0 < v < math.inf, "a finite number above 0"),
+    "seed": (
+        _int_or_none, lambda v: v is None or -(2**63) <= v < 2**64, "an int of 64 bits, or None",
+    ),
+    "max_tokens": _COUNT,
+    "min_tokens": (_int, lambda v: v >= 0, "an int of at least 0"),
+    "stop": (
+        _items,
+        lambda v: all(isinstance(text, str) and text for text in v),
         "a text, or a collection of texts, none of them empty",
     ),
-    (
-        "stop_token_ids",
-        lambda v: _are(v, lambda token: _is_int(token) and token >= 0),
+    "stop_token_ids": (
+        lambda v: frozenset(map(_int, _items(v))),
+        lambda v: min(v, default=0) >= 0,
         "a collection of token ids",
     ),
-    ("logprobs", lambda v: v is None or (_is_int(v) and v >= 0), "an int of at least 0, or None"),
-    ("length_penalty", lambda v: _is_number(v) and abs(v) <= 100, "a number from -100 to 100"),
-)
-"""Fields, their checks, and what the error says they need."""
+    "ignore_eos": _FLAG,
+    "skip_special_tokens": _FLAG,
+    "logprobs": (_int_or_none, lambda v: v is None or v >= 0, "an int of at least 0, or None"),
+    "beam_width": (
+        _int_or_none, lambda v: v is None or v >= 1, "an int of at least 1, or None"
+    ),
+    "length_penalty": (_number, lambda v: abs(v) <= 100, "a number from -100 to 100"),
+}  # fmt: skip
+"""Fields: how they are converted, which values are valid, and what the error says they need."""

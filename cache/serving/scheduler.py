@@ -54,6 +54,8 @@ class Step:
     """(host block, device block) pairs."""
     preempted: list[ScheduledSequence] = field(default_factory=list)
     admitted: list[ScheduledSequence] = field(default_factory=list)
+    errors: list[tuple[ScheduledSequence, Exception]] = field(default_factory=list)
+    """Sequences that cannot be computed, and why; the caller ends their requests."""
     drawn: Any = None
     """Sampled tokens of the step before, if they are not read yet.  They include the last token of
     each sequence with a ``drawn_row``."""
@@ -121,8 +123,8 @@ class Scheduler:
 
     def add(self, seq: ScheduledSequence) -> None:
         """Put a new sequence at the end of the line."""
-        self.waiting.append(seq)
         self.manager.expect(seq.order, seq)
+        self.waiting.append(seq)
 
     def fork(self, parent: ScheduledSequence, child: ScheduledSequence) -> None:
         """Let ``child``, a fork of the running ``parent``, share its blocks and run beside it."""
@@ -158,7 +160,7 @@ class Scheduler:
             budget = self._schedule_running(step)
             if not self.prefill_first:
                 self._admit_waiting(step, budget)
-        if self.waiting and not (step.sequences or step.admitted or step.preempted):
+        if self.waiting and not (step.sequences or step.admitted or step.preempted or step.errors):
             head = self.waiting[0]
             raise RuntimeError(
                 f"{head!r} waits, but nothing runs: {self.manager.num_free_blocks} of "
@@ -242,7 +244,11 @@ class Scheduler:
 
         Returns how many tokens it computes, or None if it has to wait.
         """
-        hit = self.manager.find(seq)
+        try:
+            hit = self.manager.find(seq)
+        except Exception as error:
+            step.errors.append((seq, error))
+            return None
         if self.manager.can_allocate(seq, hit) is not AllocStatus.OK:
             return None
         start = max(hit.num_tokens, seq.num_host_tokens)

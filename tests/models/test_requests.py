@@ -190,7 +190,7 @@ def test_nothing_is_shared_across_salts(manager, make_llm):
 
 
 def test_a_salt_of_another_type_is_refused():
-    with pytest.raises(ValueError, match="cache_salt=7: needs a str or bytes"):
+    with pytest.raises(ValueError, match=r"cache_salt=7: needs str \| bytes, got int"):
         SaltedPrompt(PROMPT, 7)
 
 
@@ -262,38 +262,17 @@ def chat_checkpoint(text_checkpoint):
     return text_checkpoint
 
 
-def test_a_chat_is_written_as_transformers_writes_it(chat_checkpoint, transformers):
-    theirs = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(chat_checkpoint / "tokenizer.json"), bos_token="w10", eos_token="w11"
-    )
-    expected = theirs.apply_chat_template(
-        MESSAGES, chat_template=TEMPLATE, tokenize=False, add_generation_prompt=True
-    )
+def test_chats(chat_checkpoint):
     llm = LLM(chat_checkpoint, num_blocks=64)
     one, [two, three] = llm.chat(MESSAGES, GREEDY), llm.chat([MESSAGES, MESSAGES[1:]], GREEDY)
-    assert one[0].prompt == two.prompt == expected
+    assert one[0].prompt == two.prompt == ("w10\n <system> w1 w2 w11\n <user> w3 w11 <assistant> ")
     assert one[0].outputs == two.outputs
     assert len(three.prompt_token_ids) < len(two.prompt_token_ids)
     assert two.prompt_token_ids[0] == 10  # w10, once
     assert two.prompt_token_ids[1] != 10
-
-
-def test_options_of_a_chat_template(chat_checkpoint, transformers):
-    llm = LLM(chat_checkpoint, num_blocks=64)
-    theirs = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(chat_checkpoint / "tokenizer.json"), bos_token="w10", eos_token="w11"
-    )
-    tools = [{"name": "w7"}, {"name": "w8"}]
-    for options in (
-        {"add_generation_prompt": False}, {"tools": tools}, {"enable_thinking": False},
-        {"continue_final_message": True},
-    ):  # fmt: skip
-        written = {"add_generation_prompt": "continue_final_message" not in options} | options
-        expected = theirs.apply_chat_template(
-            MESSAGES, chat_template=TEMPLATE, tokenize=False, **written
-        )
-        [output] = llm.chat(MESSAGES, GREEDY, **options)
-        assert output.prompt == expected != llm.chat(MESSAGES, GREEDY)[0].prompt
+    [continued] = llm.chat(MESSAGES, GREEDY, continue_final_message=True)
+    assert continued.prompt == "w10\n <system> w1 w2 w11\n <user> w3"
+    assert llm.chat(MESSAGES, GREEDY, enable_thinking=False)[0].prompt == two.prompt + " w12"
     with pytest.raises(ValueError, match="enable_thinkin: the chat template has no such option"):
         llm.chat(MESSAGES, GREEDY, enable_thinkin=False)
 

@@ -69,6 +69,17 @@ def test_samples_follow_the_distribution(name, seeded):
     assert p_value(tokens, probs) > 1e-3
 
 
+@pytest.mark.parametrize("temperature", [1e-30, 1e-6, 1e-3])
+def test_equal_logits_are_drawn_evenly_at_any_temperature(temperature):
+    """A hot row beside them is sampled as it is alone."""
+    cold, hot = SamplingParams(temperature=temperature), SamplingParams()
+    tied = torch.tensor([20.3, 20.3, 20.2])
+    rows, seeds = [cold] * DRAWS + [hot], list(range(DRAWS + 1))
+    tokens = sample(torch.stack([tied] * DRAWS + [LOGITS[:3] + 20]), rows, seeds)
+    assert p_value(tokens[:-1], torch.tensor([0.5, 0.5, 0.0]).double()) > 1e-3
+    assert tokens[-1] == sample(LOGITS[None, :3] + 20, hot, seeds[-1:])
+
+
 def test_the_chi_square_test_notices_a_small_difference():
     tokens = sample(LOGITS.expand(DRAWS, -1), SamplingParams())
     assert p_value(tokens, softmax(LOGITS, temperature=1.1)) < 1e-6

@@ -30,9 +30,7 @@ def outputs(events) -> list[list[int]]:
 def make_streams(manager: str = "vllm_v1", num_blocks: int = 16, **options):
     """Streams, and their engine."""
     engine = make_engine(manager, num_blocks, **options)
-    return Streams(
-        engine, lambda: make_engine(manager, num_blocks, **options).scheduler, None
-    ), engine
+    return Streams(engine, lambda: make_engine(manager, num_blocks, **options).scheduler), engine
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 16], ids=["recompute", "swap"])

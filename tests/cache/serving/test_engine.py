@@ -224,7 +224,8 @@ def test_statistics():
     [
         ([], GREEDY, "prompt: has no tokens"),
         ([1, 13], GREEDY, "token ids from 1 to 13; needs ids from 0 to 12"),
-        ([-1], GREEDY, "token ids from -1"),
+        ([3, -1], GREEDY, r"prompt: token_ids\[1\]=-1: a token id is an int in"),
+        ([1.0], GREEDY, r"prompt: token_ids\[0\]=1.0: a token id is an int in"),
         (prompt(20), GREEDY, "prompt: has 20 tokens; needs at most 19"),
         ([1], SamplingParams(beam_width=9), "beam_width=9: needs at most max_num_seqs=8"),
         (prompt(9), SamplingParams(beam_width=2), r"may need 10 blocks, all at a time; .* has 5"),
@@ -332,7 +333,7 @@ def test_tokens_are_read_at_once_for_parameters_that_need_them(options):
     assert params.reads_tokens
     assert not GREEDY.reads_tokens
     engine = make_engine(overlap=True)
-    engine.new_decoder = lambda params: str
+    engine.new_decoder = lambda params: lambda token_ids: (str(token_ids), "")
     engine.sampler.logprobs = lambda logits, row, token, count: {token: 0.0}
     first = engine.add(prompt(9), GREEDY)
     engine.step()

@@ -1,0 +1,64 @@
+"""The text of an output: streamed pieces, stop strings and the final text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+Decoder = Callable[[Sequence[int]], tuple[str, str]]
+"""Takes the next tokens of an output.  Returns the text that they settle, and the text after it,
+which later tokens may change: an incomplete character, for example."""
+
+
+class OutputText:
+    """The text of one output, token by token.
+
+    Streamed pieces, stop strings and the final text have this one source, so they agree.
+
+    Args:
+        decode: decoder of this output alone.
+        stops: stop strings.
+        min_tokens: a stop string counts if it ends in the text of a later token, as in vLLM.
+    """
+
+    def __init__(self, decode: Decoder, stops: Sequence[str] = (), min_tokens: int = 0) -> None:
+        self._decode, self._stops = decode, stops
+        self._kept_back = max(map(len, stops), default=1) - 1  # may begin a stop string
+        self._num_skipped = min_tokens
+        self._skipped_length = 0
+        self._settled, self._pending = "", ""
+        self._num_streamed = 0
+
+    def append(self, token_ids: Sequence[int]) -> bool:
+        """Add tokens; one at a time if there are stop strings.
+
+        If they complete a stop string, cut the text before it and return True.
+        """
+        searched = len(self._settled)
+        settled, self._pending = self._decode(token_ids)
+        self._settled += settled
+        if self._num_skipped:
+            self._num_skipped -= 1
+            self._skipped_length = len(self._settled) + len(self._pending)
+            return False
+        first = max(0, searched - self._kept_back)
+        tail = self._settled[first:] + self._pending
+        begin = max(searched, self._skipped_length) - first + 1  # stop strings end here or later
+        places = (tail.find(stop, max(0, begin - len(stop))) for stop in self._stops)
+        place = min((place for place in places if place >= 0), default=None)
+        if place is None:
+            return False
+        self._settled = self._settled[:first] + tail[:place]
+        self._pending = ""
+        return True
+
+    def next_piece(self) -> str:
+        """The text to stream next.  The possible beginning of a stop string is kept back."""
+        end = max(self._num_streamed, len(self._settled) - self._kept_back)
+        piece, self._num_streamed = self._settled[self._num_streamed : end], end
+        return piece
+
+    def finish(self) -> str:
+        """Settle all of the text; returns it."""
+        self._settled += self._pending
+        self._pending, self._kept_back = "", 0
+        return self._settled
