@@ -200,14 +200,18 @@ class GGUF:
             )
         return tokenizer
 
-    def chat_template(self) -> tuple[str | None, dict[str, str]]:
-        """The Jinja source, None if there is none, and the special tokens that it may use."""
+    def chat_templates(self) -> tuple[dict[str, str], dict[str, str]]:
+        """The Jinja sources by name, "default" for the one without, and their special tokens."""
         tokens, special = self._need("tokenizer.ggml.tokens"), {}
         for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
             index = self._fields.get(f"tokenizer.ggml.{key}_token_id")
             if index is not None:
                 special[f"{name}_token"] = tokens[index]
-        return self._fields.get("tokenizer.chat_template"), special
+        prefix, named = "tokenizer.chat_template", {}
+        for key, value in self._fields.items():
+            if key == prefix or key.startswith(prefix + "."):
+                named[key[len(prefix) + 1 :] or "default"] = value
+        return named, special
 
     def _need(self, key: str) -> Any:
         if key not in self._fields:

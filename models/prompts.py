@@ -121,10 +121,7 @@ class ChatTemplate:
     """
 
     def __init__(
-        self,
-        source: str | Mapping[str, str] | None,
-        path: Path,
-        special_tokens: Mapping[str, str],
+        self, source: str | Mapping[str, str] | None, path: Path, special_tokens: Mapping[str, str]
     ) -> None:
         self._source, self._path, self._special_tokens = source, path, special_tokens
 
@@ -202,6 +199,6 @@ def load_chat_template(folder: Path | None) -> ChatTemplate | None:
     if folder is None:
         return None
     if is_gguf(folder):
-        sources, tokens = open_gguf(folder).chat_template()
+        sources, tokens = open_gguf(folder).chat_templates()
         return ChatTemplate(sources, folder, tokens) if sources else None
     return ChatTemplate(None, folder, {}) if _template_files(folder) else None

@@ -407,12 +407,7 @@ def _ids(values) -> Sequence[int]:
     return values
 
 
-def _check_prefixes(
-    block_ids: np.ndarray,
-    offsets: np.ndarray,
-    dense_ids: Iterable[int],
-    error: Callable[[int, str], ValueError],
-) -> None:
+def _check_prefixes(block_ids: np.ndarray, offsets: np.ndarray, ids: Iterable, error) -> None:
     """Raises ``error(request, reason)`` for a block after different blocks in two requests."""
     import numpy as np
 
@@ -421,10 +416,10 @@ def _check_prefixes(
     first = np.flatnonzero(np.diff(np.maximum.accumulate(block_ids), prepend=-1))
     wrong = np.flatnonzero(before[:-1] != before[first][block_ids])
     if len(wrong):
-        names, block = ["the start", *map(reprlib.repr, dense_ids)], block_ids[wrong[0]]
-        positions = np.array([first[block], wrong[0]])
-        earlier, later = np.searchsorted(offsets, positions, side="right") - 1
-        then, now = (names[1 + block] for block in before[positions])
+        block, names = block_ids[wrong[0]], ["the start", *map(reprlib.repr, ids)]
+        positions = np.array([wrong[0], first[block]])
+        later, earlier = np.searchsorted(offsets, positions, side="right") - 1
+        now, then = (names[1 + other] for other in before[positions])
         place = str(error(earlier, "")).removesuffix(": ")
         reason = f"hash_ids: {names[1 + block]} follows {now} here and {then} in {place}"
         raise error(later, f"{reason}: an id is unique to its prefix")

@@ -109,7 +109,11 @@ def test_tokenizer_and_chat_template(make_gguf):
     tokenizer = open_gguf(path).tokenizer()
     assert tokenizer.encode("ab12<|im_end|> ab").tokens == ["ab", "1", "2", "<|im_end|>", "Ġ", "ab"]
     assert tokenizer.decode([6, 0, 2]) == "ab1"
-    assert load_chat_template(path).render([{"role": "user", "content": "a"}]) == "<|im_end|>a"
+    chat = [{"role": "user", "content": "a"}]
+    assert load_chat_template(path).render(chat) == "<|im_end|>a"
+    path, _ = make_gguf(tokenizer__chat_template__tool_use="{{ tools | length }} tools")
+    assert load_chat_template(path).render(chat) == "<|im_end|>a"
+    assert load_chat_template(path).render(chat, tools=[{}]) == "1 tools"
 
 
 @pytest.mark.parametrize(

@@ -265,13 +265,13 @@ def chat_checkpoint(text_checkpoint):
 def test_chats(chat_checkpoint):
     llm = LLM(chat_checkpoint, num_blocks=64)
     one, [two, three] = llm.chat(MESSAGES, GREEDY), llm.chat([MESSAGES, MESSAGES[1:]], GREEDY)
-    assert one[0].prompt == two.prompt == ("w10\n <system> w1 w2 w11\n <user> w3 w11 <assistant> ")
+    assert one[0].prompt == two.prompt == ("w10 <system> w1 w2 w11 <user> w3 w11 <assistant> ")
     assert one[0].outputs == two.outputs
     assert len(three.prompt_token_ids) < len(two.prompt_token_ids)
     assert two.prompt_token_ids[0] == 10  # w10, once
     assert two.prompt_token_ids[1] != 10
     [continued] = llm.chat(MESSAGES, GREEDY, continue_final_message=True)
-    assert continued.prompt == "w10\n <system> w1 w2 w11\n <user> w3"
+    assert continued.prompt == "w10 <system> w1 w2 w11 <user> w3"
     assert llm.chat(MESSAGES, GREEDY, enable_thinking=False)[0].prompt == two.prompt + " w12"
     with pytest.raises(ValueError, match="enable_thinkin: the chat template has no such option"):
         llm.chat(MESSAGES, GREEDY, enable_thinkin=False)

@@ -264,10 +264,7 @@ def test_without_a_block_size_there_is_no_token_hit_rate():
         ({"policy": "lruu"}, "policy='lruu' is unknown; choose from arc, belady"),
         ({"policy": "lru", "size": 3}, "policy 'lru' has no option size"),
         ({"policy": "lru", "capacity_blocks": 0}, "capacity_blocks=0: needs an int of"),
-        (
-            {"policy": "lru", "capacity_blocks": 1.5},
-            "capacity_blocks=1.5: needs an int of",
-        ),
+        ({"policy": "lru", "capacity_blocks": 1.5}, "capacity_blocks=1.5: needs an int of"),
         ({"policy": 7}, "policy=7: needs a name or an EvictionPolicy object"),
         ({"policy": make_policy("slru"), "segments": 2}, "options segments were given with"),
     ],
