@@ -201,7 +201,7 @@ class Engine:
             max_tokens=max_tokens,
             stop_token_ids=stops,
             stats=RequestStats(self.clock(), length, max_tokens),
-            follows_text=self.new_decoder is not None and (stream_text or bool(params.stop)),
+            has_text=self.new_decoder is not None and (stream_text or bool(params.stop)),
         )
         num_outputs = params.n if params.beam_width is None else params.beam_width
         group = min(num_outputs, self.scheduler.max_num_seqs) if self._can_fork else 1
@@ -362,34 +362,34 @@ class Engine:
         for row, seq, token in zip(drawn.rows, drawn.sequences, tokens, strict=True):
             if seq.finish_reason:  # finished before this token could be known
                 continue
-            request, logprobs, piece = seq.request, None, None
-            params, stats = request.params, request.stats
+            request = seq.request
+            stats, logprobs = request.stats, None
             if token < 0:
                 self._fail(request, _not_finite(seq), finished)
                 continue
-            try:
-                if params.logprobs is not None:
-                    logprobs = self.sampler.logprobs(drawn.logits, row, token, params.logprobs)
-                stops = token in request.stop_token_ids  # then it has no text
-                if request.follows_text and not stops:
-                    stops = self._text_of(seq).append([token])
-            except Exception as error:
-                self._fail(request, error, finished)
-                continue
+            stops = token in request.stop_token_ids
+            if request.is_followed:
+                try:
+                    count = request.params.logprobs
+                    if count is not None:
+                        logprobs = self.sampler.logprobs(drawn.logits, row, token, count)
+                        seq.logprobs.append(logprobs)
+                    if request.has_text and not stops:  # a stop token has none
+                        stops = self._text_of(seq).append([token])
+                except Exception as error:
+                    self._fail(request, error, finished)
+                    continue
             if seq.num_unknown_tokens:
                 seq.drop_unknown()
             seq.append_token(token)
             if stats.first_token_time is None:
                 stats.first_token_time = now
-            if logprobs is not None:
-                seq.logprobs.append(logprobs)
             if stops:
                 self._finish_sequence(seq, FinishReason.STOP)
             elif len(seq.token_ids) == seq.num_prompt_tokens + request.max_tokens:
                 self._finish_sequence(seq, FinishReason.LENGTH)
             reason = seq.finish_reason
-            if request.follows_text:
-                piece = self._text_of(seq).next_piece()
+            piece = self._text_of(seq).next_piece() if request.has_text else None
             outputs.append(
                 TokenOutput(request.request_id, seq.index, token, reason, piece, logprobs)
             )
@@ -438,7 +438,7 @@ class Engine:
         if self.new_decoder is None:
             return outputs
         try:
-            if request.follows_text and search is None:
+            if request.has_text and search is None:
                 texts = [self._text_of(seq).finish() for seq in sequences]
             else:
                 texts = [self._whole_text(output, request) for output in outputs]

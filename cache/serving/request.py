@@ -179,7 +179,7 @@ class Request:
 
     max_tokens: most tokens to generate: the parameter, or fewer if model or cache end before.
     stop_token_ids: tokens that end an output.
-    follows_text: whether its tokens get their texts, which stop strings need too.
+    has_text: whether its tokens get their texts: for streams and stop strings.
     error: why it ended, with FinishReason.ERROR.
     """
 
@@ -188,9 +188,14 @@ class Request:
     max_tokens: int
     stop_token_ids: frozenset[int]
     stats: RequestStats
-    follows_text: bool = False
+    has_text: bool = False
     sequences: list[ScheduledSequence] = field(default_factory=list)
     error: str | None = None
+    is_followed: bool = field(init=False)
+    """Whether a token needs more than being appended."""
+
+    def __post_init__(self) -> None:
+        self.is_followed = self.has_text or self.params.logprobs is not None
 
     @property
     def prompt_token_ids(self) -> list[int]:
