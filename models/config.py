@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 
 from cache import block_bytes
 from cache.checks import at_least
@@ -81,6 +82,12 @@ _GEMMA = _DEFAULTS | {
     "max_position_embeddings": 8192, "head_dim": 256, "tie_word_embeddings": True,
     "hidden_act": "gelu_pytorch_tanh",
 }  # fmt: skip
+_GEMMA_2 = _GEMMA | {
+    "hidden_activation": "gelu_pytorch_tanh", "layer_types": None, "sliding_window": 4096,
+    "query_pre_attn_scalar": 256, "attn_logit_softcapping": None, "final_logit_softcapping": None,
+}  # fmt: skip
+
+_QWEN = {"layer_types": None, "use_sliding_window": False, "sliding_window": 4096}
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(defaults=_DEFAULTS | {"max_position_embeddings": 2048}),
@@ -89,15 +96,17 @@ FAMILIES: dict[str, Family] = {
         has_window=lambda fields, layer: True,
     ),
     "Qwen2ForCausalLM": Family(
-        defaults=_DEFAULTS | {"attention_bias": True},
+        defaults=_DEFAULTS | {"attention_bias": True} | _QWEN,
         output_bias=False, has_window=_from_max_window_layers,
     ),
     "Qwen3ForCausalLM": Family(
-        defaults=_DEFAULTS | {"head_dim": 128}, qk_norm=True, has_window=_from_max_window_layers
+        defaults=_DEFAULTS | _QWEN | {"head_dim": 128},
+        qk_norm=True, has_window=_from_max_window_layers,
     ),
     "SmolLM3ForCausalLM": Family(
         defaults=_DEFAULTS | {
-            "rope_theta": 2e6, "tie_word_embeddings": True, "no_rope_layer_interval": 4
+            "rope_theta": 2e6, "tie_word_embeddings": True, "no_rope_layer_interval": 4,
+            "layer_types": None,
         },
         has_rope=_from_no_rope_layers,
         has_window=lambda fields, layer: (
@@ -111,17 +120,14 @@ FAMILIES: dict[str, Family] = {
     ),
     "GemmaForCausalLM": Family(defaults=_GEMMA, unit_offset_norms=True, scaled_embeddings=True),
     "Gemma2ForCausalLM": Family(
-        defaults=_GEMMA | {
-            "sliding_window": 4096, "query_pre_attn_scalar": 256,
-            "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
-        },
+        defaults=_GEMMA_2 | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         unit_offset_norms=True, sandwich_norms=True, scaled_embeddings=True,
         has_window=lambda fields, layer: layer % 2 == 0,
     ),
     "Gemma3ForCausalLM": Family(
-        defaults=_GEMMA | {
-            "max_position_embeddings": 131072, "sliding_window": 4096, "query_pre_attn_scalar": 256,
-            "sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+        defaults=_GEMMA_2 | {
+            "max_position_embeddings": 131072, "sliding_window_pattern": 6,
+            "rope_theta": 1e6, "rope_local_base_freq": 1e4,
         },
         qk_norm=True, unit_offset_norms=True, sandwich_norms=True, scaled_embeddings=True,
         has_window=_from_pattern,
@@ -164,11 +170,8 @@ class RopeScaling:
     """Scaling of RoPE's frequencies for contexts longer than in pre-training.
 
     The fields are transformers' ``rope_parameters``.  ``linear`` divides all frequencies by
-    ``factor``, ``llama3`` those with long wavelengths (Llama 3.1), ``yarn`` those of pairs that
-    turn seldom (Peng et al., 2023).  A type ignores the fields of the others.
-
-    Raises UnsupportedModel for another type, and ValueError, naming the field, for a value that is
-    not a positive number.
+    ``factor``, ``llama3`` (Llama 3.1) those with long wavelengths, ``yarn`` (Peng et al., 2023)
+    those of pairs that turn seldom.  A type ignores the fields of the others.
     """
 
     rope_type: str
@@ -306,10 +309,10 @@ class ModelConfig:
     def max_positions(self) -> int:
         """Longest sequence, as in vLLM: linear scaling multiplies max_position_embeddings, but for
         Gemma 3, where the checkpoint has done so."""
+        if "rope_local_base_freq" in self.family.defaults:
+            return self.max_position_embeddings
         scalings = [rope.scaling for rope in self.ropes if rope is not None and rope.scaling]
         factors = [scaling.factor for scaling in scalings if scaling.rope_type == "linear"]
-        if "rope_local_base_freq" in self.family.defaults:
-            factors = []
         return int(self.max_position_embeddings * max(factors, default=1))
 
     @property
@@ -376,7 +379,8 @@ class ModelConfig:
             get["head_dim"] = _head_dim(need("hidden_size"), get["num_attention_heads"])
         at_least(1, "num_hidden_layers", need("num_hidden_layers"))
         layers, family = _layer_types(get, _family(names[0])), _family(names[0])
-        hidden_act = get.get("hidden_activation", get["hidden_act"])
+        is_gemma_2 = "hidden_activation" in family.defaults  # or 3
+        hidden_act = get["hidden_activation" if is_gemma_2 else "hidden_act"]
         if names[0] == "GemmaForCausalLM" and hidden_act == "gelu":
             hidden_act = "gelu_pytorch_tanh"  # published with the other name
         read = {
@@ -393,7 +397,11 @@ class ModelConfig:
             is_needed = ours.default is dataclasses.MISSING
             if ours.name not in read and (is_needed or get.get(theirs) is not None):
                 read[ours.name] = need(theirs)
-        return cls(**read)
+        config = cls(**read)
+        for name in ("query_pre_attn_scalar", *_OFF_IF_NULL[1:]):
+            if get.get(name) is not None and name not in family.defaults:
+                raise UnsupportedModel(f"{name}: this architecture has none")
+        return config
 
 
 _SAMPLING = {
@@ -417,6 +425,22 @@ def default_sampling_params(folder: Path | None) -> SamplingParams:
         return SamplingParams(**{name: v for name, v in given.items() if v is not None})
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def eos_of_tokenizer(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
+    """Id of the tokenizer's own eos_token, found as transformers does; empty if there is none.
+
+    Raises ValueError, naming the file, for malformed JSON or a token that is not a text.
+    """
+    path, legacy = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
+    fields = read_json_object(path) if path.exists() else {}
+    if "added_tokens_decoder" not in fields and legacy.exists():
+        fields |= read_json_object(legacy)
+    eos = fields.get("eos_token")
+    text = eos.get("content") if isinstance(eos, Mapping) else eos
+    if not isinstance(text, str | None):
+        raise ValueError(f"{path}: eos_token={eos!r}: needs a text")
+    return frozenset({tokenizer.token_to_id(text or "")} - {None})
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -443,8 +467,8 @@ def _family(architecture: str) -> Family:
 def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
     if "quantization_config" in fields:
         raise UnsupportedModel("quantization_config: quantised checkpoints are not supported")
-    if fields.get("use_bidirectional_attention"):
-        raise UnsupportedModel("use_bidirectional_attention: these decoders are causal")
+    if fields.get("use_bidirectional_attention") or fields.get("is_causal") is False:
+        raise UnsupportedModel("use_bidirectional_attention, is_causal: these decoders are causal")
 
 
 _LAYER_TYPES = _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -453,9 +477,10 @@ _LAYER_TYPES = _FULL, _SLIDING = "full_attention", "sliding_attention"
 def _layer_types(fields: Mapping[str, Any], family: Family) -> list[str]:
     """The kind of attention of each layer, one of _LAYER_TYPES."""
     types, num_layers = fields.get("layer_types"), fields["num_hidden_layers"]
+    has_window = family.has_window or (lambda fields, _: fields.get("use_sliding_window"))
+    own = [_LAYER_TYPES[bool(has_window(fields, layer))] for layer in range(num_layers)]
     if types is None:
-        has_window = family.has_window or (lambda fields, _: fields.get("use_sliding_window"))
-        return [_LAYER_TYPES[bool(has_window(fields, layer))] for layer in range(num_layers)]
+        return own
     if not isinstance(types, list) or len(types) != num_layers:
         raise ValueError(f"layer_types: needs a list of {num_layers} names, got {types!r}")
     unknown = [kind for kind in types if kind not in _LAYER_TYPES]
@@ -463,6 +488,8 @@ def _layer_types(fields: Mapping[str, Any], family: Family) -> list[str]:
         raise UnsupportedModel(
             f"layer_types: these decoders have {', '.join(_LAYER_TYPES)}, not {unknown[0]}"
         )
+    if types != own and "layer_types" not in family.defaults:
+        raise UnsupportedModel("layer_types: this architecture does not read them")
     return types
 
 
@@ -471,7 +498,8 @@ def _windows(
 ) -> tuple[int | None, ...]:
     """Window of each layer; empty if no layer has one."""
     window = fields.get("sliding_window")
-    if window is None or _SLIDING not in layers:
+    is_off = "use_sliding_window" in family.defaults and not fields["use_sliding_window"]
+    if window is None or is_off or _SLIDING not in layers:
         return ()
     if family.has_window is None:
         raise UnsupportedModel("sliding_window: this architecture has no layers with a window")
@@ -507,21 +535,17 @@ def _ropes(fields: Mapping[str, Any], layers: list[str], family: Family) -> tupl
     )
     if "rope_local_base_freq" in family.defaults:  # Gemma 3
         kinds = {kind: _json_object(kind, parameters.get(kind) or {}) for kind in _LAYER_TYPES}
-        if parameters.keys() - kinds or ("type" in scaling and "rope_type" not in scaling):
-            raise UnsupportedModel(
-                "rope_parameters: needs an object for each of full_attention, sliding_attention; "
-                f"rope_scaling: needs a rope_type; got {parameters!r}, {scaling!r}"
-            )
         full, sliding = kinds[_FULL] | scaling, kinds[_SLIDING]
-        if not full.get("truncate", True) or not sliding.get("truncate", True):
-            raise UnsupportedModel("truncate=false: transformers has it for one RoPE only")
+        if parameters.keys() - kinds or "type" in scaling or "truncate" in full | sliding:
+            raise UnsupportedModel(
+                "rope_parameters: needs an object for each of full_attention, sliding_attention, "
+                "without truncate; rope_scaling: needs a rope_type, not a type"
+            )
         sliding = {"rope_theta": fields["rope_local_base_freq"]} | sliding
         by_kind = {_FULL: full, _SLIDING: sliding}
     else:
-        whole = dict(scaling or parameters)
-        if "original_max_position_embeddings" in fields:
-            name = "original_max_position_embeddings"
-            whole[name] = fields[name]
+        outside = fields.keys() & {"original_max_position_embeddings"}
+        whole = (scaling or parameters) | {name: fields[name] for name in outside}
         by_kind = dict.fromkeys(layers, whole)
     ropes = {kind: _rope(fields, by_kind[kind], family) for kind in layers}
     of_layers = tuple(
@@ -550,15 +574,14 @@ def _rope(fields: Mapping[str, Any], given: Mapping[str, Any], family: Family) -
     _one_of("rope_type", rope_type, family.rope_types)
     if rope_type == "default":
         return Rope(theta)
-    given = {"original_max_position_embeddings": fields["max_position_embeddings"]} | given
+    given = dict(given)
+    if rope_type != "linear":
+        given.setdefault("original_max_position_embeddings", fields["max_position_embeddings"])
     for name in _ROPE_FIELDS[rope_type]:
         if given.get(name) is None:
             raise ValueError(f"rope scaling of type {rope_type!r}: field {name!r} is missing")
-    names = set(_ROPE_FIELDS[rope_type])
-    if rope_type == "yarn":
-        names = {name for name, value in given.items() if value is not None} | {"truncate"}
-        names &= {field.name for field in dataclasses.fields(RopeScaling)} & given.keys()
-    options = {name: given[name] for name in names}
+    names = {field.name for field in dataclasses.fields(RopeScaling)} & given.keys()
+    options = {name: given[name] for name in names if given[name] is not None or name == "truncate"}
     return Rope(theta, RopeScaling(**options | {"rope_type": rope_type}))
 
 

@@ -8,6 +8,9 @@ quantisations that the ``gguf`` package can dequantise.
 from __future__ import annotations
 
 import functools
+import math
+import re
+import reprlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +39,27 @@ _CONFIG = {
     "rope_theta": "rope.freq_base",
 }
 """Fields of config.json and the GGUF keys behind the architecture's name."""
+_OF_RESULTS = ("rope.", "attention.", "tokenizer.")
+_READ = re.compile(
+    r"attention\.(head_count(_kv)?|(key|value)_length|layer_norm(_rms)?_epsilon)"
+    r"|rope\.(freq_base|dimension_count|scale_linear)|rope\.scaling\.(type|factor|attn_factor"
+    r"|original_context_length|finetuned|yarn_beta_(fast|slow))"
+    r"|tokenizer\.(chat_templates?(\..*)?|huggingface\.json|ggml\.(model|pre|tokens|merges|scores"
+    r"|token_type(_count)?|add_[be]os_token|\w+_token_id))"
+)
+"""Keys that are read, or that change nothing in these architectures."""
+_NEUTRAL = {
+    "attention.causal": True, "rope.scaling.yarn_attn_factor": 1, "rope.scaling.yarn_ext_factor": -1
+}  # fmt: skip
+"""Values with which keys that are not read change nothing; for others 0 or false."""
+_ENDS = frozenset([
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
+    "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
+    "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "[e~[",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>", "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>",
+    "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
+])  # fmt: skip
+"""Texts of the control tokens that end a generation in llama.cpp."""
 
 _WORDS = (  # numbers of at most {digits} digits
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}"
@@ -56,8 +80,8 @@ _PRE_TOKENIZERS = {
 }
 """How text is cut before BPE, by the value of tokenizer.ggml.pre."""
 
-_CONTROL, _USER_DEFINED = 3, 4
-"""Types of tokens that are found in a text before it is cut."""
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+"""Types of tokens; all but the normal ones here are found in a text before it is cut."""
 
 
 def is_gguf(path: Path) -> bool:
@@ -96,12 +120,22 @@ class GGUF:
             self._fields = {name: field.contents() for name, field in reader.fields.items()}
         except (ValueError, KeyError, IndexError, TypeError, OverflowError, MemoryError) as error:
             raise ValueError(f"{path}: damaged, or not a GGUF file: {error}") from None
+        part, parts = self._fields.get("split.no", 0) + 1, self._fields.get("split.count", 1)
+        if parts > 1:
+            raise ValueError(
+                f"{path}: split.count={parts}: part {part} of {parts}; llama-gguf-split merges them"
+            )
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         self._arch = self._need("general.architecture")
         if self._arch not in _ARCHITECTURES:
             self._refuse("general.architecture", self._arch, _ARCHITECTURES)
         if self._fields.get(f"{self._arch}.expert_count"):
             raise ValueError(f"{path}: mixtures of experts are not supported")
+        for key, value in self._fields.items():
+            name = key.removeprefix(f"{self._arch}.")
+            read = not name.startswith(_OF_RESULTS) or _READ.fullmatch(name)
+            if not read and value != _NEUTRAL.get(name, 0):
+                raise ValueError(f"{path}: {key}={reprlib.repr(value)} is not supported")
         if "rope_freqs.weight" in self._tensors:
             raise ValueError(f"{path}: RoPE scaling by a tensor (rope_freqs) is not supported")
         for tensor in {t.tensor_type: t for t in reader.tensors}.values():
@@ -113,32 +147,49 @@ class GGUF:
 
     def config(self) -> dict[str, Any]:
         """The fields of a config.json."""
-        get = {name: self._fields.get(f"{self._arch}.{key}") for name, key in _CONFIG.items()}
-        get = {name: value for name, value in get.items() if value is not None}
-        for name in ("hidden_size", "num_attention_heads", "num_key_value_heads"):
-            if not isinstance(get.get(name), int):
-                key = f"{self._arch}.{_CONFIG[name]}"
-                raise ValueError(f"{self._path}: {key}={get.get(name)!r}: needs one number")
+        needed = ("hidden_size", "num_attention_heads")
+        get = {
+            name: self._number(key)
+            for name, key in _CONFIG.items()
+            if name in needed or f"{self._arch}.{key}" in self._fields
+        }
+        head_dim = get["hidden_size"] // max(1, get["num_attention_heads"])
+        head_dim = get.setdefault("head_dim", head_dim)
+        for key in ("rope.dimension_count", "attention.value_length"):
+            if self._number(key, head_dim) != head_dim:
+                self._refuse(f"{self._arch}.{key}", self._number(key), [str(head_dim)])
         get["architectures"] = [_ARCHITECTURES[self._arch]]
-        get["vocab_size"] = len(self._need("tokenizer.ggml.tokens"))
+        tokens = self._need("tokenizer.ggml.tokens")
+        get["vocab_size"] = len(tokens)
         get["tie_word_embeddings"] = "output.weight" not in self._tensors
         get["attention_bias"] = "blk.0.attn_q.bias" in self._tensors
-        get["eos_token_id"] = self._need("tokenizer.ggml.eos_token_id")
+        self._need("tokenizer.ggml.eos_token_id")
+        ends = {self._token_id(n) for n in ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")}
+        ends |= {index for index, token in enumerate(tokens) if token in _ENDS}
+        get["eos_token_id"] = sorted(ends - {None})
         get["dtype"] = "bfloat16"
-        scaling = f"{self._arch}.rope.scaling."
-        if self._fields.get(scaling + "type", "none") != "none":
-            get["rope_scaling"] = {
-                "rope_type": self._fields[scaling + "type"],
-                "factor": self._fields.get(scaling + "factor"),
-                "original_max_position_embeddings": self._fields.get(
-                    scaling + "original_context_length"
-                ),
-            }
-        rotated = self._fields.get(f"{self._arch}.rope.dimension_count")
-        head_dim = get.get("head_dim") or get["hidden_size"] // get["num_attention_heads"]
-        if rotated is not None and rotated != head_dim:
-            get["partial_rotary_factor"] = rotated / head_dim
+        get["rope_scaling"] = self._rope_scaling()
         return get
+
+    def _rope_scaling(self) -> dict[str, Any]:
+        """As in llama.cpp: linear if no type is given; a factor beside YaRN's attention factor."""
+        kind = self._fields.get(f"{self._arch}.rope.scaling.type", "linear")
+        factor = self._number("rope.scaling.factor", self._number("rope.scale_linear", 1.0)) or 1.0
+        attention = self._number("rope.scaling.attn_factor", 1.0)
+        if kind != "yarn" and attention != 1:
+            self._refuse(f"{self._arch}.rope.scaling.attn_factor", attention, ["1"])
+        if kind == "none" or (kind == "linear" and factor == 1):
+            return {}
+        scaling = {"rope_type": kind, "factor": factor}
+        if kind == "yarn":
+            original = self._number("rope.scaling.original_context_length", 0)
+            scaling |= {
+                "attention_factor": attention * (1 + 0.1 * math.log(max(1.0, factor))),
+                "beta_fast": self._number("rope.scaling.yarn_beta_fast", 32.0),
+                "beta_slow": self._number("rope.scaling.yarn_beta_slow", 1.0),
+                **({"original_max_position_embeddings": original} if original else {}),
+            }
+        return scaling
 
     def tensors(
         self, expected: Mapping[str, CheckpointTensor]
@@ -147,6 +198,8 @@ class GGUF:
 
         (name, None) for a tensor that the model does not have.
         """
+        for key in ("context_length", "attention.layer_norm_rms_epsilon"):
+            self._need(f"{self._arch}.{key}")
         num_layers = self._need(f"{self._arch}.block_count")
         arch = {name: arch for arch, name in self._gguf.MODEL_ARCH_NAMES.items()}[self._arch]
         gguf_name = self._gguf.get_tensor_name_map(arch, num_layers).get_name
@@ -162,10 +215,10 @@ class GGUF:
                     f"{self._path}: tensor {name} has shape {values.shape}, the model needs "
                     f"{wanted.shape}"
                 )
-            if self._arch == "llama" and ".attn_q." in name:
-                values = _halves(values, self._need("llama.attention.head_count"))
-            elif self._arch == "llama" and ".attn_k." in name:
-                values = _halves(values, self._need("llama.attention.head_count_kv"))
+            for part, key in ((".attn_q.", "head_count"), (".attn_k.", "head_count_kv")):
+                if self._arch == "llama" and part in name:
+                    heads = self._number("attention.head_count")
+                    values = _halves(values, self._number(f"attention.{key}", heads))
             yield names[name], torch.from_numpy(np.require(values, requirements="W"))[wanted.index]
 
     def tokenizer(self) -> Tokenizer:
@@ -173,38 +226,47 @@ class GGUF:
         kind = self._need("tokenizer.ggml.model")
         if kind != "gpt2":
             self._refuse("tokenizer.ggml.model", kind, ["gpt2"])
-        cut = self._fields.get("tokenizer.ggml.pre", "gpt-2")
+        cut = self._need("tokenizer.ggml.pre")
         if cut not in _PRE_TOKENIZERS:
             self._refuse("tokenizer.ggml.pre", cut, _PRE_TOKENIZERS)
         tokens = self._need("tokenizer.ggml.tokens")
-        merges = [tuple(merge.split(" ")) for merge in self._need("tokenizer.ggml.merges")]
+        kinds = self._fields.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
         vocabulary = {token: index for index, token in enumerate(tokens)}
-        bpe = models.BPE(vocabulary, merges, ignore_merges=cut == "llama-bpe")
+        if not len(vocabulary) == len(tokens) <= len(kinds):
+            raise ValueError(f"{self._path}: tokenizer.ggml.tokens: one is twice, or has no type")
+        try:
+            merges = [tuple(merge.split(" ")) for merge in self._need("tokenizer.ggml.merges")]
+            bpe = models.BPE(vocabulary, merges, ignore_merges=cut == "llama-bpe")
+        except Exception as error:  # tokenizers raises nothing more specific
+            raise ValueError(f"{self._path}: tokenizer.ggml.merges: {error}") from None
         tokenizer = Tokenizer(bpe)
         if cut == "qwen2":
             tokenizer.normalizer = normalizers.NFC()
         tokenizer.pre_tokenizer = pre.Sequence(_PRE_TOKENIZERS[cut])
         tokenizer.decoder = decoders.ByteLevel()
-        kinds = self._fields.get("tokenizer.ggml.token_type", [])
+        kinds = [_CONTROL if t in _ENDS else k for t, k in zip(tokens, kinds, strict=False)]
         tokenizer.add_tokens(
             [
-                AddedToken(token, special=kind == _CONTROL, normalized=False)
-                for token, kind in zip(tokens, kinds, strict=False)
-                if kind in (_CONTROL, _USER_DEFINED)
+                AddedToken(token, special=kind != _USER_DEFINED, normalized=False)
+                for token, kind in zip(tokens, kinds, strict=True)
+                if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
             ]
         )
-        if self._fields.get("tokenizer.ggml.add_bos_token"):
-            bos = self._need("tokenizer.ggml.bos_token_id")
-            tokenizer.post_processor = TemplateProcessing(
-                single=f"{tokens[bos]} $A", special_tokens=[(tokens[bos], bos)]
-            )
+        template, special = ["$A"], []
+        for name, place, default in (("bos", 0, cut == "llama-bpe"), ("eos", 2, False)):
+            if self._fields.get(f"tokenizer.ggml.add_{name}_token", default):
+                self._need(f"tokenizer.ggml.{name}_token_id")
+                index = self._token_id(name)
+                template.insert(place, tokens[index])
+                special.append((tokens[index], index))
+        tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=special)
         return tokenizer
 
     def chat_templates(self) -> tuple[dict[str, str], dict[str, str]]:
         """The Jinja sources by name, "default" for the one without, and their special tokens."""
         tokens, special = self._need("tokenizer.ggml.tokens"), {}
         for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
-            index = self._fields.get(f"tokenizer.ggml.{key}_token_id")
+            index = self._token_id(key)
             if index is not None:
                 special[f"{name}_token"] = tokens[index]
         prefix, named = "tokenizer.chat_template", {}
@@ -212,6 +274,19 @@ class GGUF:
             if key == prefix or key.startswith(prefix + "."):
                 named[key[len(prefix) + 1 :] or "default"] = value
         return named, special
+
+    def _number(self, key: str, default: float | None = None) -> float:
+        value = self._fields.get(f"{self._arch}.{key}", default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{self._path}: {self._arch}.{key}={value!r}: needs one number")
+        return value
+
+    def _token_id(self, name: str) -> int | None:
+        key, count = f"tokenizer.ggml.{name}_token_id", len(self._need("tokenizer.ggml.tokens"))
+        index = self._fields.get(key)
+        if index is not None and not 0 <= index < count:
+            raise ValueError(f"{self._path}: {key}={index}: there are {count} tokens")
+        return index
 
     def _need(self, key: str) -> Any:
         if key not in self._fields:

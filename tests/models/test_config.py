@@ -5,8 +5,18 @@ import json
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
-from models.config import FAMILIES, ModelConfig, Rope, RopeScaling, UnsupportedModel
+from models import LLM
+from models.config import (
+    FAMILIES,
+    ModelConfig,
+    Rope,
+    RopeScaling,
+    UnsupportedModel,
+    eos_of_tokenizer,
+)
 from tests.models.tiny import tiny_config
 
 SCALING = {
@@ -39,6 +49,8 @@ def test_windows_are_read():
     assert ModelConfig.from_dict(qwen | {"use_sliding_window": False}).windows == ()
     types = ["sliding_attention", "full_attention"] * 16
     assert ModelConfig.from_dict(qwen | {"layer_types": types}).windows == (8, None) * 16
+    without = {"use_sliding_window": False, "layer_types": types}
+    assert ModelConfig.from_dict(qwen | without).windows == ()
     mistral = LLAMA_31 | {"architectures": ["MistralForCausalLM"]}
     assert ModelConfig.from_dict(mistral).windows == (4096,) * 32
     assert ModelConfig.from_dict(mistral | {"sliding_window": None}).windows == ()
@@ -75,12 +87,6 @@ def test_a_config_without_options_is_what_a_checkpoint_without_them_has():
     assert config == ModelConfig.from_dict(llama | sizes | heads)
 
 
-def test_rope_scaling_wins_over_rope_parameters():
-    """Transformers reads them in this order too."""
-    both = LLAMA_31 | {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}
-    assert ModelConfig.from_dict(both) == ModelConfig.from_dict(LLAMA_31)
-
-
 def test_tokens_that_end_a_text(tmp_path):
     """generation_config.json overrides config.json; token 0 counts."""
     assert ModelConfig.from_dict(LLAMA_31 | {"eos_token_id": 0}).eos_token_ids == {0}
@@ -88,6 +94,28 @@ def test_tokens_that_end_a_text(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_31 | {"eos_token_id": 5}))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
     assert ModelConfig.from_folder(tmp_path).eos_token_ids == {5, 7}
+
+
+def test_the_end_of_the_tokenizer_is_one_too(tmp_path):
+    """A text or an object; special_tokens_map.json counts in old checkpoints."""
+    tokenizer = Tokenizer(WordLevel({"a": 0, "</s>": 1, "<|im_end|>": 2}))
+    path = tmp_path / "tokenizer_config.json"
+    for token, ids in (("</s>", {1}), ({"content": "<|im_end|>"}, {2}), (None, {}), ("b", {})):
+        path.write_text(json.dumps({"eos_token": token}))
+        assert eos_of_tokenizer(tmp_path, tokenizer) == set(ids)
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<|im_end|>"}')
+    assert eos_of_tokenizer(tmp_path, tokenizer) == {2}
+    path.write_text('{"eos_token": 1, "added_tokens_decoder": {}}')
+    with pytest.raises(ValueError, match=r"tokenizer_config.json: eos_token=1: needs a text"):
+        eos_of_tokenizer(tmp_path, tokenizer)
+
+
+def test_linear_scaling_lengthens_the_context():
+    scaled = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+    assert ModelConfig.from_dict(LLAMA_31 | scaled).max_positions == 4 * 131072
+    assert ModelConfig.from_dict(LLAMA_31 | scaled | GEMMA3).max_positions == 131072
+    config = tiny_config(ropes=(Rope(10000.0, RopeScaling(rope_type="linear", factor=4.0)),))
+    assert LLM(config, num_blocks=64).max_model_len == 512
 
 
 def test_a_missing_field_is_named():
@@ -112,6 +140,9 @@ def test_a_missing_field_is_named():
         (GEMMA3 | {"rope_parameters": {"rope_type": "linear"}}, "rope_parameters: needs an object"),
         (GEMMA3 | {"rope_scaling": {"type": "linear"}}, "rope_scaling: needs a rope_type"),
         ({"torch_dtype": "int8"}, "dtype='int8'"),
+        ({"is_causal": False}, "is_causal: these decoders are causal"),
+        ({"layer_types": ["sliding_attention"] * 32}, "layer_types: this architecture does not"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping: this architecture has none"),
     ],
 )
 def test_unsupported_features_are_refused(change, message):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
 
 from models import LLM, SamplingParams
+from models.config import ModelConfig
 from models.gguf import GGUF, open_gguf
+from models.layers import RotaryEmbedding
 from models.prompts import load_chat_template
 from models.weights import checkpoint_tensors
 from tests.models.tiny import TINY, oracle_tokens, tokens_of
@@ -23,6 +28,23 @@ CONFIGS = {
     "qwen3": ("Qwen3Config", {"head_dim": 32, "tie_word_embeddings": True}),
 }  # fmt: skip
 PRE_TOKENIZERS = {"llama": "smollm", "qwen2": "qwen2", "qwen3": "gpt-2"}
+
+
+def new_writer(path, architecture, metadata):
+    """A writer of a file with this metadata; None values are left out."""
+    writer = gguf.GGUFWriter(path, architecture)
+    add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
+    for key, value in metadata.items():
+        if value is not None:
+            (add | {bool: writer.add_bool}).get(type(value), writer.add_array)(key, value)
+    return writer
+
+
+def write(writer):
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 @pytest.fixture
@@ -57,11 +79,8 @@ def make_gguf(transformers, tmp_path):
         }  # fmt: skip
         metadata |= {key.replace("__", "."): value for key, value in fields.items()}
         path = tmp_path / f"{architecture}.gguf"
-        writer = gguf.GGUFWriter(path, metadata.pop("general.architecture", architecture))
-        add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
-        for key, value in metadata.items():
-            if value is not None:
-                add.get(type(value), writer.add_array)(key, value)
+        named = metadata.pop("general.architecture", architecture)
+        writer = new_writer(path, named, metadata)
         arch = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
         gguf_name = gguf.get_tensor_name_map(arch, 2).get_name
         for name, tensor in model.state_dict().items():
@@ -83,10 +102,7 @@ def make_gguf(transformers, tmp_path):
             )
             key = gguf_name(name, try_suffixes=(".weight", ".bias"))
             writer.add_tensor(key, values, raw_dtype=kind)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        write(writer)
         return path, model
 
     return make
@@ -116,6 +132,66 @@ def test_tokenizer_and_chat_template(make_gguf):
     assert load_chat_template(path).render(chat, tools=[{}]) == "1 tools"
 
 
+SIZES = {"block_count": 1, "feed_forward_length": 8, "embedding_length": 64, "context_length": 256}
+SIZES["attention.head_count"] = 2
+
+
+def test_defaults_are_those_of_llama_cpp(tmp_path):
+    tokens = ["<bos>", "<|im_end|>", "a", "b", "ab", "<|endoftext|>", "turn"]
+    for name, pre, bos, eos, ids in (
+        ("qwen3", "llama-bpe", None, None, [0, 4, 1]), ("llama", "llama-bpe", False, None, [4, 1]),
+        ("llama", "qwen2", None, None, [4, 1]), ("qwen2", "gpt-2", True, True, [0, 4, 1, 1]),
+    ):  # fmt: skip
+        keys = {"model": "gpt2", "pre": pre, "merges": ["a b"], "tokens": tokens, "bos_token_id": 0,
+                "eos_token_id": 1, "eot_token_id": 6, "add_bos_token": bos, "add_eos_token": eos,
+                "token_type": [3] + [1] * 6}  # fmt: skip
+        metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+        path = tmp_path / f"{name}{bos}.gguf"
+        write(new_writer(path, name, metadata | {f"{name}.{k}": v for k, v in SIZES.items()}))
+        config = ModelConfig.from_folder(path)
+        assert (config.head_dim, config.num_kv_heads, config.eos_token_ids) == (32, 2, {1, 5, 6})
+        assert open_gguf(path).tokenizer().encode("ab<|im_end|>").ids == ids
+
+
+def test_rope_is_that_of_llama_cpp(tmp_path):
+    """Against its formula in fp64: YaRN keeps a share of each pair's frequency.
+
+    Frequencies have at most 16 roundings; sines change by their error times the position.
+    """
+    draw, pair, positions = random.Random(0), np.arange(16), torch.tensor([0, 1, 37, 299])
+    choices = {
+        "scaling.type": ["yarn", "yarn", "linear", "none"], "scaling.factor": [0.0, 1.0, 4.0, 40.0],
+        "scale_linear": [2.0], "scaling.yarn_beta_fast": [8.0, 48.0], "freq_base": [1e3, 5e5],
+        "scaling.yarn_beta_slow": [0.5, 2.0], "scaling.original_context_length": [0, 64, 512],
+    }  # fmt: skip
+    metadata = {"tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.eos_token_id": 0}
+    metadata |= {f"llama.{key}": value for key, value in SIZES.items()}
+    for run in range(60):
+        keys = {key: draw.choice(of) for key, of in choices.items() if draw.random() < 0.6}
+        kind, theta = keys.get("scaling.type", "linear"), keys.get("freq_base", 1e4)
+        keys |= {"scaling.attn_factor": draw.choice([1.0, 0.5])} if kind == "yarn" else {}
+        path = tmp_path / f"{run}.gguf"
+        of_rope = {f"llama.rope.{key}": value for key, value in keys.items()}
+        write(new_writer(path, "llama", metadata | of_rope))
+        [rope] = ModelConfig.from_folder(path).ropes
+        cosines, sines = RotaryEmbedding(32, rope, 300)(positions).of_tokens
+
+        factor = keys.get("scaling.factor", keys.get("scale_linear", 1.0)) or 1.0
+        factor, kept, magnitude = 1.0 if kind == "none" else factor, 0.0, 1.0
+        if kind == "yarn":
+            context = keys.get("scaling.original_context_length") or 256
+            betas = keys.get("scaling.yarn_beta_fast", 32), keys.get("scaling.yarn_beta_slow", 1)
+            turns = np.log(context / (2 * np.pi * np.array(betas)))
+            ends = 16 * turns / np.log(theta)
+            low, high = max(0, np.floor(ends[0])), min(31, np.ceil(ends[1]))
+            kept = 1 - np.clip((pair - low) / max(0.001, high - low), 0, 1)
+            magnitude = keys["scaling.attn_factor"] * (1 + 0.1 * np.log(factor))
+        angles = np.outer(positions, theta ** (-pair / 16) * (kept + (1 - kept) / factor))
+        right = magnitude * np.stack((np.cos(angles), np.sin(angles)))
+        error = abs(torch.stack((cosines, sines))[:, :, 0].numpy() - right)
+        assert (error <= magnitude * (16 * angles + 4) * 2**-24).all(), keys
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -125,7 +201,19 @@ def test_tokenizer_and_chat_template(make_gguf):
         ({"tokenizer__ggml__merges": None}, "field 'tokenizer.ggml.merges' is missing"),
         ({"llama__expert_count": 8}, "mixtures of experts are not supported"),
         ({"llama__rope__scaling__type": "longrope"}, "rope_type='longrope': choose from"),
-        ({"llama__rope__dimension_count": 8}, "partial_rotary_factor=0.5"),
+        ({"llama__rope__dimension_count": 8}, "llama.rope.dimension_count=8 is not supported"),
+        ({"llama__rope__scaling__attn_factor": 0.5}, "llama.rope.scaling.attn_factor=0.5 is not"),
+        ({"llama__rope__scaling__alpha": 2.0}, "llama.rope.scaling.alpha=2.0 is not supported"),
+        ({"llama__attention__sliding_window": 8}, "llama.attention.sliding_window=8 is not"),
+        ({"llama__attention__value_length": 8}, "llama.attention.value_length=8 is not supported"),
+        ({"llama__attention__head_count": [4, 4]}, "llama.attention.head_count=.*needs one number"),
+        ({"llama__context_length": None}, "field 'llama.context_length' is missing"),
+        ({"tokenizer__ggml__add_sep_token": True}, "tokenizer.ggml.add_sep_token=True is not"),
+        ({"tokenizer__ggml__pre": None}, "field 'tokenizer.ggml.pre' is missing"),
+        ({"tokenizer__ggml__eot_token_id": 97}, "eot_token_id=97: there are 97 tokens"),
+        ({"tokenizer__ggml__token_type": [3]}, "tokenizer.ggml.tokens: one is twice, or"),
+        ({"tokenizer__ggml__merges": ["x y"]}, "tokenizer.ggml.merges: .*out of vocabulary"),
+        ({"split__count": 2}, "split.count=2: part 1 of 2"),
         ({"llama__embedding_length": 32}, "has shape .*, the model needs"),
         ({"llama__embedding_length": None}, "llama.embedding_length=None: needs one number"),
     ],
