@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -269,7 +269,8 @@ class LLM:
             raise ValueError(
                 "messages: a chat needs a chat template and a tokenizer.json in the model's folder"
             )
-        chats = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        chats = list(messages) if isinstance(messages, Iterable) else [messages]
+        chats = [chats] if chats and isinstance(chats[0], Mapping) else chats
         texts = [self.chat_template.render(chat, **template_options) for chat in chats]
         for chat in chats:
             refuse_media(chat)

@@ -140,7 +140,7 @@ class ChatTemplate:
         Raises ValueError for malformed messages, for options that the template does not name, and
         for errors of the template, which name its file.
         """
-        messages = list(messages)
+        messages = list(messages) if isinstance(messages, Iterable) else [messages]
         for message in messages:
             if not isinstance(message, Mapping):
                 raise ValueError(f"messages: needs mappings, got {reprlib.repr(message)}")

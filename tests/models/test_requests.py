@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from cache import MANAGERS
 from models import LLM, SaltedPrompt, SamplingParams, TokenOutput
@@ -290,6 +291,8 @@ def test_the_command_line_chats(chat_checkpoint, capsys):
     [
         ([{"role": "tool", "content": "w1"}], "tokenizer_config.json: no tools"),
         ([["w1"]], "messages: needs mappings, got 'w1'"),
+        (7, "messages: needs mappings, got 7"),
+        (MESSAGES[0], "messages: needs mappings, got 'r'"),
         ([{"role": "user", "content": "\ud800"}], "not valid Unicode"),
         ([{"role": "user", "content": [{"type": "image"}]}], "parts of type text, got .*image"),
     ],
@@ -307,3 +310,6 @@ def test_a_chat_needs_a_template_that_can_be_read(text_checkpoint):
     assert llm.generate(PROMPT, GREEDY)
     with pytest.raises(ValueError, match=r"chat_template\.jinja: Expected an expression"):
         llm.chat(MESSAGES)
+    llm.tokenizer = Tokenizer(WordLevel({}, unk_token="?"))
+    with pytest.raises(ValueError, match=r"prompts\[0\]: prompt: 'w1': WordLevel error"):
+        llm.generate("w1")
