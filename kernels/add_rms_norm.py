@@ -88,8 +88,7 @@ def add_rms_norm(
     """
     _TENSORS(x, residual, weight)
     num_tokens, hidden_size = x.shape
-    check_number("eps", eps, 0)
-    check_number("offset", offset)
+    eps, offset = check_number("eps", eps, 0), check_number("offset", offset)
     out = torch.empty(num_tokens, hidden_size, dtype=x.dtype, device=x.device)
     if num_tokens * hidden_size == 0:
         return out

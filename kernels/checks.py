@@ -21,7 +21,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 from types import SimpleNamespace
 
 import torch
@@ -38,6 +38,8 @@ INT32 = (torch.int32,)
 INT64 = (torch.int64,)
 INTEGERS = (torch.int32, torch.int64)
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
+MIN_FP32, MAX_FP32 = 2.0**-149, (2 - 2**-23) * 2.0**127
+"""Smallest and largest positive number in fp32, the dtype of the kernels' numbers."""
 Scale = torch.Tensor | float | None
 """Scale of K or V in an fp8 cache: a number, an fp32 tensor of one or of num_kv_heads elements, or
 None for 1."""
@@ -241,10 +243,6 @@ def _check_groups(sizes: SimpleNamespace) -> None:
 HEAD_RULES = (_check_groups, bounded("q", "head_dim", MIN_HEAD_DIM, MAX_HEAD_DIM))
 """Query heads that divide evenly among the KV heads (GQA), and a supported head_dim."""
 ROTARY_RULE = bounded("cos", "rotary_dim", 2, "head_dim")
-check_batch = bounded("q", "batch", 0, MAX_GRID_YZ)
-"""A batch of queries that one launch can hold."""
-
-
 SCALE_ARGS = tuple(
     Arg(name, "| 1 | num_kv_heads", FP32, optional=True) for name in ("k_scale", "v_scale")
 )
@@ -297,27 +295,39 @@ def tensor_or_none(scale: Scale) -> torch.Tensor | None:
     return scale if isinstance(scale, torch.Tensor) else None
 
 
+class WrongNumber(TypeError, ValueError):
+    """An argument that should be a number has another type."""
+
+
 def check_number(
     name: str,
     value: float,
     low: float = -math.inf,
     high: float = math.inf,
     what: str = "a finite number",
-) -> None:
-    """Check that an argument is a float or an int, finite, and from low to high."""
-    if not isinstance(value, (float, int)):
-        raise TypeError(f"{name}: expected a float or an int, got {type(value).__name__}")
-    if not low <= value <= high or abs(value) == math.inf:
+) -> float:
+    """Check that an argument is a real number, NumPy's included, from low to high and finite in
+    fp32. Returns it as a float."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise WrongNumber(f"{name}: expected a float or an int, got {type(value).__name__}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not low <= number <= high or abs(number) > MAX_FP32:
         raise ValueError(f"{name}: expected {what}{_interval(low, high)}, got {value}")
+    return number
 
 
 def check_integer(
     name: str, value: int, low: int, high: float = math.inf, what: str = "a number"
-) -> None:
-    """Check that an argument is an int, as Triton takes no other type, from low to high."""
-    if type(value) is not int:
-        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+) -> int:
+    """Check that an argument is an integer, NumPy's included, from low to high. Returns it as an
+    int."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise WrongNumber(f"{name}: expected an int, got {type(value).__name__}")
     check_number(name, value, low, high, what)
+    return int(value)
 
 
 def check_grid_dim(name: str, dim: str, size: int) -> None:
@@ -325,22 +335,22 @@ def check_grid_dim(name: str, dim: str, size: int) -> None:
     check_integer(name, size, 0, MAX_GRID_YZ, dim)
 
 
-def check_num_splits(name: str, num_splits: int | None) -> None:
-    """Check a number of splits, which becomes a secondary launch dimension, or None."""
-    if num_splits is not None:
-        check_integer(name, num_splits, 1, MAX_GRID_YZ)
+def check_num_splits(name: str, num_splits: int | None) -> int | None:
+    """Check a number of splits, which becomes a secondary launch dimension, or None. Returns it."""
+    return None if num_splits is None else check_integer(name, num_splits, 1, MAX_GRID_YZ)
 
 
 def check_score_options(
     scale: float | None, window_size: int | None, softcap: float, num_splits: int | None = None
-) -> None:
-    """Check the numbers that an attention op takes."""
+) -> tuple[float | None, int | None, float, int | None]:
+    """Check the numbers that an attention op takes. Returns them as Python numbers."""
     if scale is not None:
-        check_number("scale", scale)
+        scale = check_number("scale", scale)
     if window_size is not None:
-        check_integer("window_size", window_size, 1, what="None (no window) or a number of tokens")
-    check_number("softcap", softcap, 0, what="a finite cap (0: off)")
-    check_num_splits("num_splits", num_splits)
+        what = "None (no window) or a number of tokens"
+        window_size = check_integer("window_size", window_size, 1, what=what)
+    softcap = check_number("softcap", softcap, 0, what="a finite cap (0: off)")
+    return scale, window_size, softcap, check_num_splits("num_splits", num_splits)
 
 
 def check_values(
@@ -389,11 +399,11 @@ def check_scales(k_scale: Scale, v_scale: Scale, k_cache: torch.Tensor) -> None:
         if isinstance(scale, torch.Tensor):
             if scale.is_cpu and not ((scale > 0) & scale.isfinite()).all():
                 raise ValueError(f"{name}: expected positive finite scales, got {scale.tolist()}")
-        elif not isinstance(scale, Real):
-            raise TypeError(
+        elif isinstance(scale, bool) or not isinstance(scale, Real):
+            raise WrongNumber(
                 f"{name}: expected a number, a torch.Tensor or None, got {type(scale).__name__}"
             )
-        elif not 0 < scale < math.inf:
+        elif not MIN_FP32 <= scale <= MAX_FP32:
             raise ValueError(f"{name}: expected a positive finite number, got {scale}")
 
 
@@ -405,15 +415,15 @@ def check_slots(slot_mapping: torch.Tensor, k_cache: torch.Tensor) -> None:
         check_values("slot_mapping", slot_mapping, high=capacity - 1, what=what)
 
 
-def check_cu_seqlens(name: str, cu_seqlens: torch.Tensor, *, total: int, max_seqlen: int) -> None:
+def check_cu_seqlens(name: str, cu_seqlens: torch.Tensor, *, total: int, max_seqlen: int) -> int:
     """Check max_seqlen and, in host memory, cumulative lengths that end at `total` or before.
 
-    Errors in max_seqlen name the argument max_seqlen_<suffix of name>.
+    Returns max_seqlen as an int; its errors name the argument max_seqlen_<suffix of name>.
     """
     max_name = name.replace("cu_seqlens", "max_seqlen")
-    check_integer(max_name, max_seqlen, 0)
+    max_seqlen = check_integer(max_name, max_seqlen, 0)
     if not cu_seqlens.is_cpu:
-        return
+        return max_seqlen
     lengths = cu_seqlens.diff()
     if cu_seqlens[0] != 0 or (lengths < 0).any() or cu_seqlens[-1] > total:
         raise ValueError(
@@ -425,6 +435,7 @@ def check_cu_seqlens(name: str, cu_seqlens: torch.Tensor, *, total: int, max_seq
         raise ValueError(
             f"{max_name}: expected at least {longest}, the longest of {name}, got {max_seqlen}"
         )
+    return max_seqlen
 
 
 def check_block_tables(

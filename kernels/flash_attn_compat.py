@@ -10,11 +10,12 @@ NotImplementedError with the argument's name. The operators are in kernels/flash
 
 from __future__ import annotations
 
+from numbers import Integral
 from operator import index
 
 import torch
 
-from kernels.checks import check_number
+from kernels.checks import WrongNumber, check_number
 from kernels.flash_attn_ops import flash_attn_kvcache, flash_attn_varlen
 
 
@@ -44,15 +45,17 @@ def _as_integer(name: str, value: object) -> int:
         TypeError: not an integer.
     """
     try:
+        if isinstance(value, bool):
+            raise TypeError
         return index(value)
     except TypeError:
-        raise TypeError(f"{name}: expected an integer, got {type(value).__name__}") from None
+        raise WrongNumber(f"{name}: expected an integer, got {type(value).__name__}") from None
 
 
 def _window(window_size, causal: bool) -> tuple[int, int]:
     """(left, right) with -1 for no limit, and right 0 for causal attention."""
     try:
-        left, right = map(index, window_size)
+        left, right = (_as_integer("window_size", size) for size in window_size)
     except (TypeError, ValueError):
         raise ValueError(
             f"window_size: expected two integers (left, right), got {window_size!r}"
@@ -102,7 +105,7 @@ def flash_attn_varlen_func(
     if dropout_p:
         raise NotImplementedError(f"dropout_p: only 0 is supported, got {dropout_p}")
     if softmax_scale is not None:
-        check_number("softmax_scale", softmax_scale)
+        softmax_scale = check_number("softmax_scale", softmax_scale)
     inputs = (q, k, v)
     out, lse = flash_attn_varlen(
         *map(_detached, inputs), cu_seqlens_q, cu_seqlens_k,
@@ -179,11 +182,11 @@ def flash_attn_with_kvcache(
         raise ValueError("rotary_cos: needs new keys to rotate, got k=None")
 
     if softmax_scale is not None:
-        check_number("softmax_scale", softmax_scale)
-    is_int = isinstance(cache_seqlens, int)
+        softmax_scale = check_number("softmax_scale", softmax_scale)
+    is_int = isinstance(cache_seqlens, Integral) and not isinstance(cache_seqlens, bool)
     out, lse = flash_attn_kvcache(
         _detached(q), k_cache, v_cache, _detached(k), _detached(v), rotary_cos, rotary_sin,
-        None if is_int else cache_seqlens, cache_seqlens if is_int else None,
+        None if is_int else cache_seqlens, int(cache_seqlens) if is_int else None,
         cache_batch_idx, cache_leftpad, block_table,
         scale=softmax_scale, window=_window(window_size, causal), softcap=softcap,
         rotary_interleaved=rotary_interleaved, alibi_slopes=alibi_slopes,

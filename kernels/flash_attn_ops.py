@@ -145,7 +145,7 @@ def flash_attn_varlen(
     batch = sizes.batch
     check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, total=sizes.total_q, max_seqlen=max_seqlen_q)
     check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, total=capacity, max_seqlen=max_seqlen_k)
-    check_score_options(scale, None, softcap)
+    scale, _, softcap, _ = check_score_options(scale, None, softcap)
     context_lens = cu_seqlens_k.diff()
     if block_table is not None:
         check_block_tables(
@@ -226,7 +226,7 @@ def flash_attn_kvcache(
     )  # fmt: skip
     batch, seqlen, device = sizes.batch, sizes.seqlen, q.device
     seqlen_new = 0 if k is None else sizes.seqlen_new
-    check_score_options(scale, None, softcap, num_splits or None)
+    scale, _, softcap, _ = check_score_options(scale, None, softcap, num_splits or None)
 
     tables = block_table
     if cache_batch_idx is not None:

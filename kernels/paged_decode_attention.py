@@ -28,7 +28,6 @@ from kernels.checks import (
     INT32,
     Arg,
     attention_spec,
-    check_batch,
     check_block_tables,
     check_scales,
     check_score_options,
@@ -84,7 +83,6 @@ _TENSORS = attention_spec(
     "batch",
     Arg("block_tables", "batch max_blocks", INT32),
     Arg("context_lens", "batch", INT32),
-    rules=(check_batch,),
 )
 
 
@@ -401,7 +399,7 @@ def paged_decode_attention(
     are already in the cache.
 
     Args:
-        q: (batch, num_q_heads, head_dim), fp16, bf16 or fp32; head_dim 16 to 256. batch <= 65535.
+        q: (batch, num_q_heads, head_dim), fp16, bf16 or fp32; head_dim 16 to 256.
         k_cache, v_cache: (num_blocks, block_size, num_kv_heads, head_dim) in q's dtype or fp8 e4m3,
             any strides but a contiguous last dimension. num_q_heads is a multiple of num_kv_heads.
         block_tables: (batch, max_blocks) int32. Entries past a sequence's last block, and those
@@ -439,7 +437,9 @@ def paged_decode_attention(
         alibi_slopes, sinks,
     )  # fmt: skip
     check_scales(k_scale, v_scale, k_cache)
-    check_score_options(scale, window_size, softcap, num_splits)
+    scale, window_size, softcap, num_splits = check_score_options(
+        scale, window_size, softcap, num_splits
+    )
     check_block_tables(block_tables, context_lens, k_cache, window_size=window_size)
     out, lse = results_of(q, out, return_lse)
     if sizes.batch:

@@ -521,8 +521,12 @@ def paged_prefill_attention(
         alibi_slopes, sinks,
     )  # fmt: skip
     check_scales(k_scale, v_scale, k_cache)
-    check_score_options(scale, window_size, softcap, num_splits)
-    check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, total=sizes.total_q, max_seqlen=max_seqlen_q)
+    scale, window_size, softcap, num_splits = check_score_options(
+        scale, window_size, softcap, num_splits
+    )
+    max_seqlen_q = check_cu_seqlens(
+        "cu_seqlens_q", cu_seqlens_q, total=sizes.total_q, max_seqlen=max_seqlen_q
+    )
     query_lens = cu_seqlens_q.diff() if q.is_cpu else 1
     check_block_tables(
         block_tables, context_lens, k_cache, query_lens=query_lens, window_size=window_size

@@ -168,8 +168,8 @@ def rope_store_kvcache(
     check_scales(k_scale, v_scale, k_cache)
     check_slots(slot_mapping, k_cache)
     check_values("positions", positions, 0, sizes.num_positions - 1, "rows of cos")
-    check_number("norm_eps", norm_eps, 0)
-    check_number("norm_offset", norm_offset)
+    norm_eps = check_number("norm_eps", norm_eps, 0)
+    norm_offset = check_number("norm_offset", norm_offset)
 
     num_q_heads = 0 if query is None else sizes.num_q_heads
     num_query_rows = sizes.num_tokens * num_q_heads

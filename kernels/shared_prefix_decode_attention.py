@@ -21,7 +21,6 @@ from kernels.checks import (
     INT32,
     Arg,
     attention_spec,
-    check_batch,
     check_block_tables,
     check_num_splits,
     check_scales,
@@ -42,7 +41,6 @@ _TENSORS = attention_spec(
     Arg("prefix_block_tables", "num_groups max_prefix_blocks", INT32),
     Arg("suffix_block_tables", "batch max_blocks", INT32),
     Arg("suffix_lens", "batch", INT32),
-    rules=(check_batch,),
 )
 
 
@@ -94,8 +92,8 @@ def shared_prefix_decode_attention(
     prefix followed by the sequence's suffix, but a prefix is read once for its group.
 
     Args:
-        q: (batch, num_q_heads, head_dim), fp16, bf16 or fp32; head_dim 16 to 256. batch <= 65535.
-            The sequences of a group are adjacent.
+        q: (batch, num_q_heads, head_dim), fp16, bf16 or fp32; head_dim 16 to 256. The
+            sequences of a group are adjacent.
         k_cache, v_cache: (num_blocks, block_size, num_kv_heads, head_dim) in q's dtype or fp8 e4m3,
             any strides but a contiguous last dimension. num_q_heads is a multiple of num_kv_heads.
         prefix_block_tables: (num_groups, max_prefix_blocks) int32, blocks of each group's prefix.
@@ -136,8 +134,10 @@ def shared_prefix_decode_attention(
     )  # fmt: skip
     batch, num_q_heads, num_kv_heads = sizes.batch, sizes.num_q_heads, sizes.num_kv_heads
     check_scales(k_scale, v_scale, k_cache)
-    check_score_options(scale, window_size, softcap, num_splits)
-    check_num_splits("num_prefix_splits", num_prefix_splits)
+    scale, window_size, softcap, num_splits = check_score_options(
+        scale, window_size, softcap, num_splits
+    )
+    num_prefix_splits = check_num_splits("num_prefix_splits", num_prefix_splits)
     names = ("suffix_block_tables", "suffix_lens")
     check_block_tables(
         suffix_block_tables, suffix_lens, k_cache, window_size=window_size, names=names

@@ -70,7 +70,7 @@ def slot_mapping_from_positions(
             also a position past the table or a seq_id outside it.
     """
     num_tokens = _TENSORS(positions, block_tables, seq_ids).num_tokens
-    check_integer("block_size", block_size, 1)
+    block_size = check_integer("block_size", block_size, 1)
     slots = torch.empty(num_tokens, dtype=torch.int64, device=positions.device)
     if num_tokens == 0:
         return slots

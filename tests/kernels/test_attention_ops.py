@@ -154,6 +154,18 @@ def test_small_differences_of_large_scores(op, num_splits, scale, slopes, device
     op.assert_matches_reference(call | {"scale": scale, "alibi_slopes": slopes}, num_splits)
 
 
+@every_op
+def test_batches_of_any_size_fit_a_grid(op, device):
+    lens = {"decode": (0,) * 70_000, "prefill": ((0, 1),) * 70_000}
+    lens |= {"shared_prefix": ([70_000], [9], (0,) * 70_000)}
+    call = op.call(device, lens[op.name], num_q_heads=1, num_kv_heads=1)
+    with mock.patch("triton.runtime.jit.KernelInterface.__getitem__") as launched:
+        op.run(call, num_splits=2)
+    grids = [(*call.args[0], 1, 1) for call in launched.call_args_list]
+    assert grids
+    assert all(max(grid[1:3]) <= 65535 for grid in grids)
+
+
 @given(cut=st.integers(0, 20), first_has_sinks=st.booleans())
 @whole_and_split
 @without_prefix

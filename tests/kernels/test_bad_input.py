@@ -30,9 +30,6 @@ APPEND = {"k": NEW, "v": NEW, "cache_seqlens": 2}
 LAYER = (zeros(5, 4, 2, 16), zeros(5, 4, 2, 16))
 HND = zeros(5, 2, 4, 16).transpose(1, 2)
 NO_SLOTS = ("k_cache: expected block_size of at least 1, got 0", kv(5, 0, 2, 16))
-MANY = {"q": zeros(65536, 4, 16), "out": None}
-MANY_LENS = zeros(65536, dtype=torch.int32)
-TOO_MANY = "q: expected batch from 0 to 65535, got 65536"
 SAMPLED = ("temperatures", "noise_seeds", "min_ps", "top_ks", "top_ps")
 
 
@@ -60,7 +57,9 @@ BAD_SCALES = (
     ("expected a positive finite number, got -1", -1),
     ("expected a positive finite number, got inf", math.inf),
     ("expected a positive finite number, got nan", math.nan),
+    ("expected a positive finite number, got 1e-60", 1e-60),
     ("expected a number, a torch.Tensor or None, got str", "1"),
+    ("expected a number, a torch.Tensor or None, got bool", True),
     ("expected shape () or (1) or (num_kv_heads=2), got (3,)", ones(3)),
     ("expected dtype torch.float32, got torch.float16", ones(2).half()),
     ("expected a contiguous last dimension", ones(4)[::2]),
@@ -80,16 +79,7 @@ EVERY_FP8_OP = (
     ],
 )
 BAD_CALLS = {
-    "paged_decode_attention": (
-        (TOO_MANY, MANY | {"block_tables": MANY_LENS[:, None], "context_lens": MANY_LENS}),
-    ),
-    "paged_prefill_attention": (),
-    "shared_prefix_decode_attention": (
-        (
-            TOO_MANY,
-            MANY | {"suffix_block_tables": MANY_LENS[:, None], "suffix_lens": MANY_LENS},
-        ),
-    ),
+    **dict.fromkeys(ATTENTION, ()),
     "store_kvcache": (
         ("value: expected dtype torch.fl...16, got", FP8_CACHE | {"key": zeros(4, 2, 16).half()}),
         NO_SLOTS,
@@ -163,7 +153,7 @@ BAD_CALLS = {
         ("cache_seqlens: expected 0 to 8, ", {"cache_seqlens": 2**40}),
         *[
             (f"window_size: expected two integers ...{window}", {"window_size": window})
-            for window in ((1, 2, 3), None, (1.5, 0))
+            for window in ((1, 2, 3), None, (1.5, 0), (True, 0))
         ],
     ),
     "flash_attn_varlen_func": (
@@ -387,13 +377,16 @@ RANGES = {
     "flash_attn_varlen_func": FLASH_ATTN | {"max_seqlen_q": (0, None)},
 }  # fmt: skip
 """Least and largest value of every number, and of every element of a tensor in host memory."""
-NO_FLOAT = ("1", np.float32(1), torch.tensor(1.0), [0.1])
-NO_INTEGER = ("2", 2.0, True, np.int64(2), torch.tensor(2))
+NO_FLOAT = ("1", True, np.bool_(True), np.ones(()), torch.tensor(1.0), [0.1])
+NO_INTEGER = ("2", 2.0, True, np.bool_(True), np.float64(2), torch.tensor(2))
+NUMPY_NUMBERS = {True: (np.float16, np.float32, np.float64, np.int64), False: (np.int8, np.int64)}
+"""Types that are taken, by whether the argument is a float."""
 
 
 @pytest.mark.parametrize(("op", "name"), [(op, name) for op in RANGES for name in RANGES[op]])
 def test_values(op, name, device):
-    """A value outside its range or not finite, and a number of another type."""
+    """A value outside its range or not finite in fp32, and an argument that is no number. Numbers
+    of NumPy are taken."""
     good, (low, high) = good_call(op).get(name), RANGES[op][name]
     is_tensor = isinstance(good, torch.Tensor)
     if is_tensor and device.type != "cpu":
@@ -402,6 +395,7 @@ def test_values(op, name, device):
     is_float = good.is_floating_point() if is_tensor else "float" in annotation
     outside = [] if low is None else [low - 1]
     outside += [math.inf, math.nan] if is_float else [] if high is None else [high + 1]
+    outside += [1e39] if is_float and not is_tensor else []
     for value in outside:
         wrong, limit = value, low if high is None else high
         if is_tensor:
@@ -410,10 +404,18 @@ def test_values(op, name, device):
         message = f"{name}: expected ...{'' if limit is None else limit}, got {value}"
         assert_rejected(op, message, {name: wrong}, device, remembers=not is_tensor)
     for wrong in () if is_tensor else NO_FLOAT if is_float else NO_INTEGER:
-        if "flash" in op and not is_float and hasattr(wrong, "__index__"):
-            continue  # it takes the integers of NumPy and tensors
+        if "flash" in op and not is_float and isinstance(wrong, torch.Tensor):
+            continue  # it takes integers in tensors
         message = f"{name}: expected a... got {type(wrong).__name__}"
-        assert_rejected(op, message, {name: wrong}, device, TypeError)
+        for error in (TypeError, ValueError):
+            assert_rejected(op, message, {name: wrong}, device, error)
+
+    def called(number):
+        call = on_device(good_call(op) | {name: number}, device)
+        return function(op)(**call), call
+
+    for number in () if is_tensor else NUMPY_NUMBERS[is_float]:
+        assert same(called(number(4)), called(4))
 
 
 WRITTEN = [(op, name) for op in CASES for name in make_case(op, num_layers=1).writes]
