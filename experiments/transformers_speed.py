@@ -1,12 +1,11 @@
 """Prefill and decode of the engine beside Hugging Face transformers, on a CPU, with equal weights.
 
-Both compute in fp32 on the same weights with the same number of threads; transformers uses
-PyTorch's sdpa, its dynamic cache and PyTorch's products, which are MKL's; ours are oneDNN's
-(`models/products.py`).  They take turns, each first in every other repeat, so that a
-disturbance of the machine affects both.  ``pagelab_over_transformers`` is the median speed-up over
-the repeats.  A batch of prompts of one length, which need no padding, is decoded greedily: the time
-to the first token is prefill, the rest is decode.  Prefix caching is off.  Both give the same
-tokens.
+Both compute in fp32 on the same weights with the same number of threads and PyTorch's products;
+transformers uses PyTorch's sdpa and its dynamic cache.  They take turns, each first in every other
+repeat, so that a disturbance of the machine affects both.  ``pagelab_over_transformers`` is the
+median speed-up over the repeats.  A batch of prompts of one length, which need no padding, is
+decoded greedily: the time to the first token is prefill, the rest is decode.  Prefix caching is
+off.  Both give the same tokens.  Ratios differ between makes of CPU, so each row names its own.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import numpy as np
 
 from experiments import style
 from experiments.harness import Axis, Count, Experiment, Options, Unavailable, one_of
+from experiments.harness.environment import cpu_model
 from experiments.load import engine_models
 from experiments.load.engine_models import SMOLLM2
 
@@ -83,6 +83,7 @@ def run_cell(cell: TransformersSpeed) -> list[dict[str, Any]]:
                 {
                     **cell.columns("model", "threads", "output_tokens", "block_size", "repeats"),
                     "transformers_version": transformers.__version__,
+                    "cpu": cpu_model(),
                     "phase": ("prefill", "decode")[phase],
                     **cell.columns("sequences", "prompt_tokens"),
                     "system": system,
@@ -176,6 +177,7 @@ def _draw(rows: style.DataFrame) -> style.Figure:
             title=f"{phase}, threads: {threads}", xlabel="sequences x prompt tokens", ylim=(0, None)
         )
     axes[0].set_ylabel(f"tokens per second ({rows['model'].iloc[0]})")
+    figure.suptitle(", ".join(rows["cpu"].unique()))
     return style.shared_legend(figure, columns=2)
 
 

@@ -43,7 +43,7 @@ def describe(experiment: Experiment, command: list[str]) -> dict[str, Any]:
         "packages": dict(sorted((d.name, d.version) for d in importlib.metadata.distributions())),
         "os": platform.platform(),
         "cpu": {
-            "model": _cpu_model(),
+            "model": cpu_model(),
             "cores": os.cpu_count(),
             "usable_cores": len(os.sched_getaffinity(0)),
             "memory_gib": round(
@@ -87,12 +87,16 @@ def _git_state() -> tuple[str | None, bool | None]:
         return os.environ.get("PAGELAB_COMMIT"), None
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """Name, family and model of the CPU: virtual machines cut the name."""
     try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
+        text = Path("/proc/cpuinfo").read_text()
     except OSError:
-        found = None
-    return found.group(1) if found else platform.machine()
+        return platform.machine()
+    fields = dict(re.findall(r"^(model name|cpu family|model)\s*:\s*(.+)$", text, re.M))
+    if len(fields) < 3:
+        return platform.machine()
+    return "{model name} (family {cpu family}, model {model})".format_map(fields)
 
 
 def _gpus() -> list[dict[str, str]]:
