@@ -149,7 +149,8 @@ class LLM:
         [output] = llm.generate("The capital of France is", SamplingParams(temperature=0))
         print(output.outputs[0].text)
 
-    Several threads may generate at a time.  A step that raises (KeyboardInterrupt, out of memory
+    Several threads may generate at a time.  An error of a request's own work (its text, scores or
+    samples) ends it alone, with finish_reason "error" and ``RequestOutput.error``.  A step that raises (KeyboardInterrupt, out of memory
     ...) cancels all requests and empties the cache.  The LLM then serves new requests, unless it
     started tensor-parallel ranks, which end.
 

@@ -167,6 +167,23 @@ def test_a_stop_string_may_be_a_special_token(text_checkpoint):
         assert "".join(token.text for token in tokens) == final.outputs[0].text
 
 
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+@pytest.mark.parametrize("is_beam_search", [False, True])
+def test_the_token_that_ends_an_output_has_no_text(
+    is_beam_search, skip_special_tokens, text_checkpoint
+):
+    llm = LLM(text_checkpoint, num_blocks=64)
+    beams = {"beam_width": 2} if is_beam_search else {"temperature": 0}
+    options = beams | {"max_tokens": 10, "skip_special_tokens": skip_special_tokens}
+    [plain] = llm.generate(PROMPT, SamplingParams(**options))[0].outputs
+    params = SamplingParams(**options, stop_token_ids=plain.token_ids[3:4])
+    *tokens, last = llm.stream(PROMPT, params)
+    [output] = last.outputs
+    assert output.finish_reason == "stop"
+    assert output.text == llm.tokenizer.decode(output.token_ids[:-1]) != ""
+    assert "".join(token.text for token in tokens) == ("" if is_beam_search else output.text)
+
+
 def test_stop_strings_need_a_tokenizer(llm):
     with pytest.raises(ValueError, match=r"stop=\('x',\): texts need a tokenizer"):
         llm.generate(PROMPT, SamplingParams(stop="x"))
