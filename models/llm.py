@@ -150,9 +150,9 @@ class LLM:
         print(output.outputs[0].text)
 
     Several threads may generate at a time.  An error of a request's own work (its text, scores or
-    samples) ends it alone, with finish_reason "error" and ``RequestOutput.error``.  A step that raises (KeyboardInterrupt, out of memory
-    ...) cancels all requests and empties the cache.  The LLM then serves new requests, unless it
-    started tensor-parallel ranks, which end.
+    samples) ends it alone, with finish_reason "error" and ``RequestOutput.error``.  A step that
+    raises (KeyboardInterrupt, out of memory ...) cancels all requests and empties the cache.  The
+    LLM then serves new requests, unless it started tensor-parallel ranks, which end.
 
     Args:
         model: folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer.json), a
