@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
 import kernels
 from kernels.testing.cases import Case, make_case
@@ -26,6 +27,37 @@ def assert_accurate(op: str, inputs: dict[str, Any], call: Callable | None = Non
     case = Case(op, inputs | {"return_lse": True}, returns=("out", "lse"))
     for name, result in case.judge(call).items():
         assert result.passed, f"{name}: {result}, bound {result.bound:.3g}"
+
+
+class ScoreRounding(TorchFunctionMode):
+    """Bounds how far fp32 scores, whose products are added one by one, move the results of
+    references that are called in fp64.
+
+    A score is off by at most one unit roundoff of each product and each partial sum (Higham,
+    Accuracy and Stability of Numerical Algorithms, 3.3).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bounds = {"out": 0.0, "lse": 0.0}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is not torch.einsum or result.dtype != torch.float64:
+            return result
+        equation, a, b = args
+        if equation == "qhd,khd->hqk":
+            products = torch.einsum("qhd,khd->hqkd", a, b)
+            rounded = products.cumsum(-1).abs_().sum(-1) + products.abs_().sum(-1)
+            self._errors = rounded * 2.0**-24  # [heads, queries, keys]
+        else:
+            errors = a * self._errors
+            lse = errors.sum(-1)
+            spread = (b.transpose(0, 1)[:, None] - result.transpose(0, 1)[:, :, None]).abs_()
+            out = torch.einsum("hqk,hqkd->qhd", errors, spread)
+            for name, bound in (("out", out), ("lse", lse)):
+                self.bounds[name] = max(self.bounds[name], bound.max().item())
+        return result
 
 
 def select(call: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
