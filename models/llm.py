@@ -32,7 +32,6 @@ from models.prompts import (
     list_prompts,
     load_chat_template,
     load_tokenizer,
-    refuse_media,
     to_token_ids,
     tokenizer_errors,
 )
@@ -273,8 +272,6 @@ class LLM:
         chats = list(messages) if isinstance(messages, Iterable) else [messages]
         chats = [chats] if chats and isinstance(chats[0], Mapping) else chats
         texts = [self.chat_template.render(chat, **template_options) for chat in chats]
-        for chat in chats:
-            refuse_media(chat)
         # The template writes the special tokens.
         prompts = [self.encode(text, add_special_tokens=False) for text in texts]
         outputs = self.generate(prompts, sampling_params)

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import operator
 import re
-import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
@@ -90,15 +89,6 @@ def list_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     return [prompts] if prompts and isinstance(prompts[0], Integral) else prompts
 
 
-def refuse_media(messages: Messages) -> None:
-    """Raises ValueError for an image, audio, video or file among the parts of a message."""
-    for message in messages:
-        parts = message.get("content")
-        for part in parts if isinstance(parts, list | tuple) else ():
-            if isinstance(part, Mapping) and _MEDIA.fullmatch(str(part.get("type"))):
-                raise ValueError(f"messages: needs parts of type text, got {reprlib.repr(part)}")
-
-
 def to_token_ids(prompt: Iterable[int]) -> list[int]:
     """Token ids as a list of int.  Raises ValueError for other types."""
     if isinstance(prompt, bytes | bytearray):
@@ -131,7 +121,7 @@ class ChatTemplate:
         """The text that ``apply_chat_template`` of transformers writes for a chat.
 
         Args:
-            messages: the chat.
+            messages: the chat.  No part of a content may be an image, audio, video or file.
             add_generation_prompt: end with the start of the model's answer.  By default True,
                 unless ``continue_final_message`` is given.
             options: ``tools``, ``documents``, ``chat_template``, ``continue_final_message`` as in
@@ -143,16 +133,21 @@ class ChatTemplate:
         messages = list(messages) if isinstance(messages, Iterable) else [messages]
         for message in messages:
             if not isinstance(message, Mapping):
-                raise ValueError(f"messages: needs mappings, got {reprlib.repr(message)}")
+                raise ValueError(f"messages: needs mappings, got {shown(message)}")
+            parts = message.get("content")
+            for part in parts if isinstance(parts, list | tuple) else ():
+                if isinstance(part, Mapping) and _MEDIA.fullmatch(str(part.get("type"))):
+                    raise ValueError(f"messages: needs parts of type text, got {shown(part)}")
         if add_generation_prompt is None:
             add_generation_prompt = not options.get("continue_final_message")
         try:
-            reader = self._reader
-            source = reader.get_chat_template(options.get("chat_template"), options.get("tools"))
+            source = self._reader.get_chat_template(
+                options.get("chat_template"), options.get("tools")
+            )
             for name in options.keys() - _OPTIONS:
                 if not re.search(rf"\b{re.escape(name)}\b", source):
                     raise ValueError(f"{name}: the chat template has no such option")
-            return reader.apply_chat_template(
+            return self._reader.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=add_generation_prompt, **options
             )
         except Exception as error:  # a template may raise any
@@ -161,10 +156,21 @@ class ChatTemplate:
 
     @functools.cached_property
     def _reader(self) -> PreTrainedTokenizerBase:
-        reader = _reader_class()
+        """transformers' tokenizer without a vocabulary: it reads and renders chat templates."""
+        from transformers import PreTrainedTokenizerBase  # takes seconds
+
+        class Reader(PreTrainedTokenizerBase):
+            added_tokens_decoder: Mapping[int, object] = {}
+
+            def __init__(self, *_: object, **fields: object) -> None:
+                for name in self.SPECIAL_TOKENS_ATTRIBUTES:
+                    if isinstance(fields.get(name), Mapping):
+                        fields[name] = fields[name]["content"]
+                super().__init__(**fields)
+
         if self._source is None:
-            return reader.from_pretrained(self._path, local_files_only=True)
-        return reader(chat_template=self._source, **self._special_tokens)
+            return Reader.from_pretrained(self._path, local_files_only=True)
+        return Reader(chat_template=self._source, **self._special_tokens)
 
 
 def _template_files(folder: Path) -> list[Path]:
@@ -175,23 +181,6 @@ def _template_files(folder: Path) -> list[Path]:
     if not files and config.exists() and read_json_object(config).get("chat_template") is not None:
         return [config]
     return files
-
-
-@functools.cache
-def _reader_class() -> type[PreTrainedTokenizerBase]:
-    """transformers' tokenizer without a vocabulary: it reads and renders chat templates."""
-    from transformers import PreTrainedTokenizerBase  # takes seconds
-
-    class Reader(PreTrainedTokenizerBase):
-        added_tokens_decoder: Mapping[int, object] = {}
-
-        def __init__(self, *_: object, **fields: object) -> None:
-            for name in self.SPECIAL_TOKENS_ATTRIBUTES:
-                if isinstance(fields.get(name), Mapping):
-                    fields[name] = fields[name]["content"]
-            super().__init__(**fields)
-
-    return Reader
 
 
 def load_chat_template(folder: Path | None) -> ChatTemplate | None:
