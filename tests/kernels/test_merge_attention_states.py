@@ -29,11 +29,3 @@ def test_an_empty_part_changes_nothing(empty, device):
         assert torch.equal(merged, out)
         assert merged.is_contiguous()
         assert max_error(merged_lse, lse.double()) < 1e-6
-
-
-def test_huge_lse_does_not_overflow(device):
-    out = torch.tensor([[[1.0] * 16]], device=device)
-    lse = torch.tensor([[3e38]], device=device)
-    merged, merged_lse = merge_attention_states(out, lse, 3 * out, lse)
-    assert (merged == 2).all()
-    assert merged_lse.item() == pytest.approx(3e38)
