@@ -234,11 +234,8 @@ class GGUF:
         vocabulary = {token: index for index, token in enumerate(tokens)}
         if not len(vocabulary) == len(tokens) <= len(kinds):
             raise ValueError(f"{self._path}: tokenizer.ggml.tokens: one is twice, or has no type")
-        try:
-            merges = [tuple(merge.split(" ")) for merge in self._need("tokenizer.ggml.merges")]
-            bpe = models.BPE(vocabulary, merges, ignore_merges=cut == "llama-bpe")
-        except Exception as error:  # tokenizers raises nothing more specific
-            raise ValueError(f"{self._path}: tokenizer.ggml.merges: {error}") from None
+        merges = [tuple(merge.split(" ")) for merge in self._need("tokenizer.ggml.merges")]
+        bpe = models.BPE(vocabulary, merges, ignore_merges=cut == "llama-bpe")
         tokenizer = Tokenizer(bpe)
         if cut == "qwen2":
             tokenizer.normalizer = normalizers.NFC()

@@ -59,23 +59,10 @@ def test_windows_are_read():
     assert (gemma.attention_softcap, gemma.final_softcap) == (50.0, 30.0)
 
 
-def test_ropes_of_layers_are_read():
-    """In the formats of transformers 4, and in that of 5."""
-    gemma = LLAMA_31 | {"architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 7}
-    gemma |= {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
-    scaled = Rope(1e6, RopeScaling(rope_type="linear", factor=8.0))
-    config = ModelConfig.from_dict(gemma)
-    assert config.ropes == (*[Rope()] * 5, scaled, Rope())
-    assert [window is None for window in config.windows] == [
-        rope == scaled for rope in config.ropes
-    ]
-    by_kind = {"full_attention": gemma["rope_scaling"], "sliding_attention": {"rope_theta": 1e4}}
-    new = gemma | {"rope_scaling": None, "rope_parameters": by_kind}
-    assert ModelConfig.from_dict(new) == config
+def test_layers_without_rope_are_read():
     smollm = LLAMA_31 | {"architectures": ["SmolLM3ForCausalLM"], "rope_scaling": None}
     assert ModelConfig.from_dict(smollm).ropes == (*[Rope(5e5)] * 3, None) * 8
-    without = [1, 0] * 16
-    listed = ModelConfig.from_dict(smollm | {"no_rope_layers": without})
+    listed = ModelConfig.from_dict(smollm | {"no_rope_layers": [1, 0] * 16})
     assert listed.ropes == (Rope(5e5), None) * 16
 
 

@@ -30,17 +30,15 @@ CONFIGS = {
 PRE_TOKENIZERS = {"llama": "smollm", "qwen2": "qwen2", "qwen3": "gpt-2"}
 
 
-def new_writer(path, architecture, metadata):
-    """A writer of a file with this metadata; None values are left out."""
+def write(path, architecture, metadata, tensors=()):
+    """Write a file; metadata that are None are left out."""
     writer = gguf.GGUFWriter(path, architecture)
     add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
     for key, value in metadata.items():
         if value is not None:
             (add | {bool: writer.add_bool}).get(type(value), writer.add_array)(key, value)
-    return writer
-
-
-def write(writer):
+    for key, values, kind in tensors:
+        writer.add_tensor(key, values, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -79,8 +77,7 @@ def make_gguf(transformers, tmp_path):
         }  # fmt: skip
         metadata |= {key.replace("__", "."): value for key, value in fields.items()}
         path = tmp_path / f"{architecture}.gguf"
-        named = metadata.pop("general.architecture", architecture)
-        writer = new_writer(path, named, metadata)
+        tensors = []
         arch = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
         gguf_name = gguf.get_tensor_name_map(arch, 2).get_name
         for name, tensor in model.state_dict().items():
@@ -101,8 +98,8 @@ def make_gguf(transformers, tmp_path):
                 values if kind == gguf.GGMLQuantizationType.F32 else gguf.quantize(values, kind)
             )
             key = gguf_name(name, try_suffixes=(".weight", ".bias"))
-            writer.add_tensor(key, values, raw_dtype=kind)
-        write(writer)
+            tensors.append((key, values, kind))
+        write(path, metadata.pop("general.architecture", architecture), metadata, tensors)
         return path, model
 
     return make
@@ -147,7 +144,7 @@ def test_defaults_are_those_of_llama_cpp(tmp_path):
                 "token_type": [3] + [1] * 6}  # fmt: skip
         metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
         path = tmp_path / f"{name}{bos}.gguf"
-        write(new_writer(path, name, metadata | {f"{name}.{k}": v for k, v in SIZES.items()}))
+        write(path, name, metadata | {f"{name}.{key}": size for key, size in SIZES.items()})
         config = ModelConfig.from_folder(path)
         assert (config.head_dim, config.num_kv_heads, config.eos_token_ids) == (32, 2, {1, 5, 6})
         assert open_gguf(path).tokenizer().encode("ab<|im_end|>").ids == ids
@@ -171,25 +168,22 @@ def test_rope_is_that_of_llama_cpp(tmp_path):
         kind, theta = keys.get("scaling.type", "linear"), keys.get("freq_base", 1e4)
         keys |= {"scaling.attn_factor": draw.choice([1.0, 0.5])} if kind == "yarn" else {}
         path = tmp_path / f"{run}.gguf"
-        of_rope = {f"llama.rope.{key}": value for key, value in keys.items()}
-        write(new_writer(path, "llama", metadata | of_rope))
-        [rope] = ModelConfig.from_folder(path).ropes
-        cosines, sines = RotaryEmbedding(32, rope, 300)(positions).of_tokens
+        write(path, "llama", metadata | {f"llama.rope.{key}": v for key, v in keys.items()})
+        rope = RotaryEmbedding(32, ModelConfig.from_folder(path).ropes[0], 300)
 
         factor = keys.get("scaling.factor", keys.get("scale_linear", 1.0)) or 1.0
         factor, kept, magnitude = 1.0 if kind == "none" else factor, 0.0, 1.0
         if kind == "yarn":
+            betas = [keys.get(f"scaling.yarn_beta_{n}", b) for n, b in (("fast", 32), ("slow", 1))]
             context = keys.get("scaling.original_context_length") or 256
-            betas = keys.get("scaling.yarn_beta_fast", 32), keys.get("scaling.yarn_beta_slow", 1)
-            turns = np.log(context / (2 * np.pi * np.array(betas)))
-            ends = 16 * turns / np.log(theta)
-            low, high = max(0, np.floor(ends[0])), min(31, np.ceil(ends[1]))
+            first, last = 16 * np.log(context / (2 * np.pi * np.array(betas))) / np.log(theta)
+            low, high = max(0, np.floor(first)), min(31, np.ceil(last))
             kept = 1 - np.clip((pair - low) / max(0.001, high - low), 0, 1)
             magnitude = keys["scaling.attn_factor"] * (1 + 0.1 * np.log(factor))
         angles = np.outer(positions, theta ** (-pair / 16) * (kept + (1 - kept) / factor))
-        right = magnitude * np.stack((np.cos(angles), np.sin(angles)))
-        error = abs(torch.stack((cosines, sines))[:, :, 0].numpy() - right)
-        assert (error <= magnitude * (16 * angles + 4) * 2**-24).all(), keys
+        error = torch.stack(rope(positions).of_tokens)[:, :, 0].numpy()
+        error -= magnitude * np.stack((np.cos(angles), np.sin(angles)))
+        assert (abs(error) <= magnitude * (16 * angles + 4) * 2**-24).all(), keys
 
 
 @pytest.mark.parametrize(
