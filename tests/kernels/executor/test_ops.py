@@ -59,7 +59,7 @@ VARIANTS = [
     {**FP16, "kv_dtype": FP8_DTYPE, "features": ATTENTION_FEATURES[:-1]},
     {**BF16, "layout": "unaligned V"},
     {**BF16, "layout": "unaligned K"},
-    {**BF16, "exponent": 59, "options": {"scale": 0.125}},
+    {**BF16, "exponent": 59, "head_dim": 88, "options": {"scale": 0.125}},
     {**FP32, "exponent": 14, "options": {"scale": -0.125, "num_splits": 2}},
 ]
 
