@@ -143,7 +143,7 @@ ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 def _positive(name: str, value: object) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value < float("inf"):
+    if not is_number or not 0 < value < 2**127:  # fp32 ends there
         raise ValueError(f"{name}={value!r}: needs a positive number")
 
 
@@ -212,6 +212,8 @@ class Rope:
 
     def __post_init__(self) -> None:
         _positive("rope_theta", self.theta)
+        if self.theta == 1 and self.scaling is not None:
+            raise ValueError("rope_theta=1: scaling needs frequencies that differ")
 
 
 _CHECKS: dict[Callable[[str, Any], object], tuple[str, ...]] = {
