@@ -143,7 +143,7 @@ ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 def _positive(name: str, value: object) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value < 2**127:  # fp32 ends there
+    if not is_number or not 0 < value < 2**63:
         raise ValueError(f"{name}={value!r}: needs a positive number")
 
 
