@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from cache.blocks.sequence import check_key
 from cache.checks import shown
+from kernels.testing.hugging_face import import_transformers
 from models.config import read_json_object
 from models.gguf import is_gguf, open_gguf
 
@@ -157,7 +158,8 @@ class ChatTemplate:
     @functools.cached_property
     def _reader(self) -> PreTrainedTokenizerBase:
         """transformers' tokenizer without a vocabulary: it reads and renders chat templates."""
-        from transformers import PreTrainedTokenizerBase  # takes seconds
+        import_transformers()  # takes seconds
+        from transformers import PreTrainedTokenizerBase
 
         class Reader(PreTrainedTokenizerBase):
             added_tokens_decoder: Mapping[int, object] = {}
