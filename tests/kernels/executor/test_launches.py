@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 
 KERNELS = """
+import tempfile
+from pathlib import Path
+
 import torch
 import triton
 import triton.language as tl
@@ -81,6 +84,14 @@ def functions():
     print(torch.equal(counts, values.bincount(minlength=16).int()))
 
 
+def cached():
+    with triton.knobs.cache.scope(), tempfile.TemporaryDirectory() as folder:
+        triton.knobs.cache.dir = folder
+        with execute_ptx("sm_89"), execute_ptx("sm_89"):
+            histogram[(1,)](torch.zeros(256, dtype=torch.int32), torch.empty(16, dtype=torch.int32))
+        print([path.name for path in Path(folder).iterdir()], triton.knobs.cache.dir == folder)
+
+
 def prints():
     try:
         with execute_ptx("sm_80"):
@@ -96,6 +107,7 @@ def prints():
         ("tuned", "True 400 132"),
         ("arguments", "True True"),
         ("functions", "True True True\nTrue"),
+        ("cached", "['executor'] True"),
     ],
 )
 def test_launch(tmp_path, compiling_process, call, printed):

@@ -47,9 +47,10 @@ IN_TURN += [
     (STORES[1], {**FP8, "features": ("norms",)}),
     (STORES[0], {"head_dim": 80}),
     ("apply_rotary_embedding", {"head_dim": 80, "rotary_dim": 40}),
-    ("add_rms_norm", {"width": 2560}),
+    (STORES[1], {**FP16, "kv_dtype": FP8_DTYPE, "scales": "none", "rotary_dim": 2}),  # setp.f16x2
     (DECODE, {"head_dim": 255, "num_kv_heads": 1, "block_size": 1, "context_lens": (9,)}),
     *((PREFILL, {"head_dim": head_dim, "block_size": 7}) for head_dim in (40, 160)),
+    ("add_rms_norm", {"width": 2560}),
 ]
 VARIANTS = [
     FP32,
