@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import sys
+import importlib.util
+import threading
 from types import ModuleType
+
+_LOCK = threading.Lock()
 
 
 def import_transformers() -> ModuleType:
@@ -11,19 +14,21 @@ def import_transformers() -> ModuleType:
 
     transformers imports layers from Hugging Face's `kernels` if it finds a module of this name and
     metadata of version 0.18. The module it finds beside this repository is ours, which has no such
-    layers. transformers caches its answer, so hiding the module once is enough.
+    layers. transformers caches its answer, so it is asked once while its search finds nothing.
+    Imports do not use this search: other threads may import `kernels` meanwhile.
 
     Raises ImportError where transformers is not installed.
     """
-    ours = sys.modules.get("kernels")
-    sys.modules["kernels"] = None  # importlib.util.find_spec then finds no module
-    try:
-        import transformers
-        from transformers.utils.import_utils import is_kernels_available
+    import transformers
+    from transformers.utils.import_utils import is_kernels_available
 
-        is_kernels_available()
-    finally:
-        del sys.modules["kernels"]
-        if ours is not None:
-            sys.modules["kernels"] = ours
+    with _LOCK:
+        find = importlib.util.find_spec
+        importlib.util.find_spec = lambda name, package=None: (
+            None if name == "kernels" else find(name, package)
+        )
+        try:
+            is_kernels_available()
+        finally:
+            importlib.util.find_spec = find
     return transformers

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import subprocess
+import sys
+
 import pytest
 
 from kernels.testing.hugging_face import import_transformers
@@ -25,3 +29,22 @@ def test_our_kernels_are_not_taken_for_those_of_hugging_face(transformers, tmp_p
     finally:
         is_kernels_available.cache_clear()
         import_transformers()
+
+
+def test_kernels_can_be_imported_while_transformers_is():
+    threads = """
+import importlib, sys, threading
+import kernels
+from kernels.testing.hugging_face import import_transformers
+
+threads = [threading.Thread(target=import_transformers) for _ in range(3)]
+find = importlib.util.find_spec
+[thread.start() for thread in threads]
+while any(thread.is_alive() for thread in threads):
+    assert sys.modules["kernels"] is kernels
+    sys.modules.pop("kernels.reference", None)
+    importlib.import_module("kernels.reference")
+assert importlib.util.find_spec is find
+"""
+    assert importlib.util.find_spec("transformers")
+    subprocess.run([sys.executable, "-c", threads], check=True, timeout=120)
