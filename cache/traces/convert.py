@@ -99,9 +99,7 @@ def convert_ragpulse(folder: str | os.PathLike, *, block_size: int = 16) -> Trac
         for number, line in read_lines(folder / file):
             with placed(partial(TraceError, folder / file), number):
                 part, length = key(_parse(line))
-                at_least(0, "token_length", length)
-                if lengths.setdefault(part, length) != length:
-                    raise ValueError(f"{part} has {lengths[part]} tokens, and here {length}")
+                lengths[part] = at_least(0, "token_length", length)
 
     def request(line: bytes) -> tuple:
         record = _parse(line)
@@ -163,7 +161,7 @@ def convert_sessions(folder: str | os.PathLike, *, hours: float = 24.0, seed: in
     def error(path: Path, reason: str) -> TraceError:
         return TraceError(path, 1, reason)
 
-    trace = collected(requests, tuple, error, Path(folder).name, block_size)
+    trace = collected(requests, tuple, error, "{}:1".format, Path(folder).name, block_size)
     if not trace:
         raise ValueError(f"folder {os.fspath(folder)!r} holds no requests")
     return trace

@@ -88,11 +88,12 @@ class Trace:
         number, a length that is not an integer of at least 0, block ids that are not integers,
         repeat within a request or follow different ids in two, and a ``block_size`` below 1.
         """
+        where = "requests[{}]".format
 
         def error(index: int, reason: str) -> ValueError:
-            return ValueError(f"requests[{index}]: {reason}")
+            return ValueError(f"{where(index)}: {reason}")
 
-        return collected(enumerate(requests), tuple, error, name, block_size)
+        return collected(enumerate(requests), tuple, error, where, name, block_size)
 
     @property
     def num_requests(self) -> int:
@@ -269,7 +270,8 @@ def read_requests(
 
     Raises TraceError for what is wrong with a line, and for a file without requests.
     """
-    trace = collected(read_lines(path), parse, partial(TraceError, path), name, block_size)
+    error, where = partial(TraceError, path), (lambda line: f"{path}:{line}")
+    trace = collected(read_lines(path), parse, error, where, name, block_size)
     if not trace:
         raise TraceError(path, 1, "the file holds no requests")
     return trace
@@ -302,13 +304,14 @@ def collected(
     rows: Iterable[tuple[int, Any]],
     parse: Callable[[Any], tuple | None],
     error: Callable[[int, str], ValueError],
+    where: Callable[[int], str],
     name: str,
     block_size: int | None,
 ) -> Trace:
     """The trace of the requests that ``parse`` finds in ``rows``, pairs of a place and a row.
 
     ``parse`` returns None for a row that is no request.  Raises ``error(place, reason)`` for what
-    is wrong with a row.
+    is wrong with a row; ``where(place)`` names another row in a reason.
     """
     import numpy as np
 
@@ -337,7 +340,10 @@ def collected(
     timestamps_ms = np.array(timestamps, np.float64)
     input_lengths, output_lengths = np.array(inputs, np.int64), np.array(outputs, np.int64)
     block_ids, offsets = np.array(blocks, np.int32), np.array(ends, np.int64)
-    _check_prefixes(block_ids, offsets, dense_ids, lambda at, reason: error(places[at], reason))
+    if two_prefixes := _two_prefixes(block_ids, offsets, dense_ids):
+        later, earlier, reason = two_prefixes
+        reason += f" in {where(places[earlier])}: an id is unique to its prefix"
+        raise error(places[later], reason)
     if block_size is None:
         block_size = _infer_block_size(input_lengths, np.diff(offsets))
         if block_size is None and (wrong := _unlike_most(input_lengths, np.diff(offsets))):
@@ -407,22 +413,23 @@ def _ids(values) -> Sequence[int]:
     return values
 
 
-def _check_prefixes(block_ids: np.ndarray, offsets: np.ndarray, ids: Iterable, error) -> None:
-    """Raises ``error(request, reason)`` for a block after different blocks in two requests."""
+def _two_prefixes(
+    block_ids: np.ndarray, offsets: np.ndarray, ids: Iterable
+) -> tuple[int, int, str] | None:
+    """Two requests, the later first, with one block after different blocks, and what they are."""
     import numpy as np
 
     before = np.append(np.int32(-1), block_ids)
     before[offsets] = -1
     first = np.flatnonzero(np.diff(np.maximum.accumulate(block_ids), prepend=-1))
     wrong = np.flatnonzero(before[:-1] != before[first][block_ids])
-    if len(wrong):
-        block, names = block_ids[wrong[0]], ["the start", *map(reprlib.repr, ids)]
-        positions = np.array([wrong[0], first[block]])
-        later, earlier = np.searchsorted(offsets, positions, side="right") - 1
-        now, then = (names[1 + other] for other in before[positions])
-        place = str(error(earlier, "")).removesuffix(": ")
-        reason = f"hash_ids: {names[1 + block]} follows {now} here and {then} in {place}"
-        raise error(later, f"{reason}: an id is unique to its prefix")
+    if not len(wrong):
+        return None
+    block, names = block_ids[wrong[0]], ["the start", *map(reprlib.repr, ids)]
+    positions = np.array([wrong[0], first[block]])
+    later, earlier = np.searchsorted(offsets, positions, side="right") - 1
+    now, then = (names[1 + other] for other in before[positions])
+    return later, earlier, f"hash_ids: {names[1 + block]} follows {now} here and {then}"
 
 
 def _picked(

@@ -194,9 +194,6 @@ def test_an_unknown_component_and_other_blocks_are_reported(tmp_path):
     folder = ragpulse(tmp_path / "data", question("1", [5], 26923))
     with pytest.raises(TraceError, match=r"0_trace.jsonl:1: no 5"):
         convert_ragpulse(folder)
-    write(folder / "3_history.jsonl", *({"history_id": 5, "token_length": n} for n in (1, 2)))
-    with pytest.raises(TraceError, match=r"3_history.jsonl:2: 5 has 1 tokens, and here 2"):
-        convert_ragpulse(folder)
     for name, block_size in (("trace_1.json", 64), ("trace_2.json", 32)):
         write(tmp_path / name, session(call(0.0, 1), block_size=block_size))
     with pytest.raises(TraceError, match=r"trace_2.json:1: blocks of 32 tokens, others 64"):
