@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from cache import CacheManager, EvictionPolicy, make_manager, num_cpu_blocks, num_gpu_blocks
-from cache.checks import at_least
+from cache.checks import at_least, shown
 from cache.serving.engine import Engine
 from cache.serving.outputs import RequestOutput, TokenOutput
 from cache.serving.sampling_params import SamplingParams
@@ -331,6 +331,8 @@ class LLM:
         prompts = list_prompts(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or self.default_sampling_params] * len(prompts)
+        if not isinstance(sampling_params, Sequence):
+            raise ValueError(f"sampling_params={shown(sampling_params)}: needs SamplingParams")
         if len(sampling_params) != len(prompts):
             raise ValueError(
                 f"sampling_params: {len(sampling_params)} for {len(prompts)} prompts; needs one "
@@ -339,7 +341,7 @@ class LLM:
         requests = []
         for i, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
             if not isinstance(params, SamplingParams):
-                raise ValueError(f"sampling_params[{i}]={params!r}: needs SamplingParams")
+                raise ValueError(f"sampling_params[{i}]={shown(params)}: needs SamplingParams")
             try:
                 salt = None
                 if isinstance(prompt, SaltedPrompt):

@@ -40,6 +40,7 @@ class _Decoder:
     Text is settled unless it ends in U+FFFD, which may be an incomplete character, or in a byte
     token: in a run of them (``<0x0A> <0xE2>``) a later byte can make the whole run invalid.  Tokens
     are decoded behind those that settled last, as the first token of a text may lose its blank.
+    After 64 tokens text is settled as it is, so that a token costs the same at any length.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
@@ -53,13 +54,23 @@ class _Decoder:
             return "", self._pending
         self._token_ids += token_ids
         text = self._decode(self._token_ids)[self._length :]
-        last = self._tokenizer.id_to_token(token_ids[-1]) or ""
-        changed, self._pending = text != self._pending, text
-        if not changed or text.endswith("\ufffd") or _BYTE_TOKEN.fullmatch(last):
+        ends_open = text.endswith("\ufffd")
+        is_byte = _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token_ids[-1]) or "")
+        is_open = ends_open or is_byte or text == self._pending
+        num_open, self._pending = len(self._token_ids) - self._num_settled, text
+        if is_open and num_open < _MOST_OPEN + 3 * ends_open:  # bytes of a character
             return "", text
-        del self._token_ids[: self._num_settled]
-        self._num_settled, self._pending = len(self._token_ids), ""
-        self._length = len(self._decode(self._token_ids))
+        if is_open and not text:  # special tokens
+            del self._token_ids[self._num_settled :]
+            return "", ""
+        kept = num_open
+        if is_open:  # a byte that follows is decoded without the run
+            ends = (
+                k for k in range(1, 5) if not self._decode(self._token_ids[-k:]).endswith("\ufffd")
+            )
+            kept = next(ends, 1)
+        self._token_ids, self._num_settled = self._token_ids[-kept:], kept
+        self._length, self._pending = len(self._decode(self._token_ids)), ""
         return text, ""
 
     def _decode(self, token_ids: list[int]) -> str:
@@ -68,7 +79,8 @@ class _Decoder:
             return self._tokenizer.decode(token_ids, skip_special_tokens=skip)
 
 
-_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
+_BYTE_TOKEN = re.compile("<0x..>", re.DOTALL)
+_MOST_OPEN = 64
 
 
 class Streams:

@@ -90,8 +90,8 @@ class LeadingEngine:
         return getattr(self._engine, name)
 
     def add(self, prompt_token_ids: Sequence[int], params: SamplingParams, *keys: object) -> int:
-        self._engine.check(prompt_token_ids, params, *keys[:1])
-        self.workers.call("add", list(prompt_token_ids), params, *keys)
+        prompt_token_ids = self._engine.check(prompt_token_ids, params, *keys[:1])
+        self.workers.call("add", prompt_token_ids, params, *keys)
         return self._engine.add(prompt_token_ids, params, *keys)
 
     def reset_prefix_cache(self) -> bool:
@@ -107,7 +107,11 @@ class LeadingEngine:
 
     def step(self) -> tuple[list[TokenOutput], list[Request]]:
         self.workers.call("step")
-        return self._engine.step()
+        tokens, finished = self._engine.step()
+        failed = [request.request_id for request in finished if request.error]
+        if failed:
+            self.workers.call("fail", failed)
+        return tokens, finished
 
     def restart(self, scheduler: Scheduler) -> list[Request]:
         """Engine.restart, but ends the workers: the ranks are out of step, so later steps raise."""
@@ -190,13 +194,24 @@ def _work(
 
 
 def _serve(engine: Engine, connection: Connection) -> None:
+    failed: set[int] = set()
     while True:
         try:
             method, arguments = connection.recv()
         except EOFError:
             return
-        result = getattr(engine, method)(*arguments)
-        finished = result[1] if method == "step" else [result] if method == "abort" else []
+        finished: list[Request] = []
+        if method == "fail":  # what failed here alone is computed by rank 0 in the next step
+            failed -= set(*arguments)
+            finished = [engine.abort(one) for one in arguments[0] if one in engine.requests]
+        elif failed:
+            raise RuntimeError(f"requests {sorted(failed)} failed on this rank alone")
+        elif method == "step":
+            _, finished = engine.step()
+            failed |= {request.request_id for request in finished if request.error}
+        else:
+            result = getattr(engine, method)(*arguments)
+            finished = [result] if method == "abort" else []
         for request in finished:
             engine.completions(request)  # frees what the engine keeps for them
 

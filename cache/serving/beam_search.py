@@ -45,7 +45,7 @@ class BeamSearch:
     @property
     def num_candidates(self) -> int:
         """Likeliest tokens needed per beam, so that ``width`` remain without stop tokens."""
-        return self.width * (1 + len(self.request.stop_token_ids))
+        return self.width + len(self.request.stop_token_ids)
 
     def observe(self, seq: ScheduledSequence, candidates: list[tuple[float, int]]) -> None:
         """Record a beam's likeliest next tokens, as (log p, token)."""

@@ -5,15 +5,18 @@ It handles token ids only.  Logits go from the runner to the sampler unread.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 import warnings
+from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from cache.blocks.sequence import check_key, pack_token_ids
+from cache.checks import shown
 from cache.managers.base import CacheManager, UnsupportedByDesign
 from cache.serving.beam_search import BeamSearch
 from cache.serving.output_text import Decoder, OutputText
@@ -130,11 +133,13 @@ class Engine:
         prompt_token_ids: Items[int],
         params: SamplingParams,
         cache_salt: str | bytes | None = None,
-    ) -> None:
-        """Raise the errors that ``add`` would raise for this request."""
+    ) -> array:
+        """The packed token ids of a request.  Raises the errors that ``add`` would raise for it."""
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params={params!r}: needs SamplingParams")
         try:
             prompt_token_ids = pack_token_ids(prompt_token_ids)
-        except ValueError as error:
+        except Exception as error:  # iterators raise any
             raise ValueError(f"prompt: {error}") from None
         check_key("cache_salt", cache_salt, str | bytes | None)
         length = len(prompt_token_ids)
@@ -156,13 +161,15 @@ class Engine:
             self._check_beam_search(length, params)
         if params.stop and self.new_decoder is None:
             raise ValueError(f"stop={params.stop!r}: texts need a tokenizer; give stop_token_ids")
+        return prompt_token_ids
 
     def _check_beam_search(self, prompt_length: int, params: SamplingParams) -> None:
         if not self._can_fork:
             raise UnsupportedByDesign(self.manager.name, "fork, which beam search needs")
         most = self.scheduler.max_num_seqs
         if params.beam_width > most:
-            raise ValueError(f"beam_width={params.beam_width}: needs at most max_num_seqs={most}")
+            width = shown(params.beam_width)
+            raise ValueError(f"beam_width={width}: needs at most max_num_seqs={most}")
         block_size = self.manager.block_size
         longest = min(prompt_length + params.max_tokens, self.max_model_len)
         needed = params.beam_width * -(-longest // block_size)
@@ -191,7 +198,7 @@ class Engine:
         salt that is not valid Unicode, and for more beams than max_num_seqs or the cache allows;
         UnsupportedByDesign for beam search with a manager that cannot fork.  Then nothing is added.
         """
-        self.check(prompt_token_ids, params, cache_salt)
+        prompt_token_ids = self.check(prompt_token_ids, params, cache_salt)
         stops = params.stop_token_ids | (frozenset() if params.ignore_eos else self.eos_token_ids)
         length = len(prompt_token_ids)
         max_tokens = min(params.max_tokens, self.max_model_len - length)
@@ -236,18 +243,12 @@ class Engine:
                 self._finish_sequence(seq, reason)
         self._finish_request(request)
 
-    def _fail(self, request: Request, error: Exception | str, finished: list[Request]) -> None:
+    def _fail(self, request: Request, error: Exception, finished: list[Request]) -> None:
         """End a request for an error of its own, unless it has ended; others continue."""
         if request.request_id in self.requests:
-            self._note_error(request, error)
             self._end(request, FinishReason.ERROR)
             finished.append(request)
-
-    def _note_error(self, request: Request, error: Exception | str) -> None:
-        kind = "" if isinstance(error, str) else f"{type(error).__name__}: "
-        request.error = f"{kind}{error}"
-        message = f"request {request.request_id}: {request.error}"
-        warnings.warn(message, RuntimeWarning, stacklevel=4)
+            _note_error(request, error)
 
     def reset_prefix_cache(self) -> bool:
         """Drop all cached K/V, as after a change of weights.
@@ -287,13 +288,11 @@ class Engine:
             if search:
                 try:
                     best = self.sampler.likeliest(logits, row, seq, search.num_candidates)
+                    if not best:
+                        raise _NotFinite(seq)
+                    search.observe(seq, best)
                 except Exception as error:
                     self._fail(seq.request, error, finished)
-                    continue
-                if best:
-                    search.observe(seq, best)
-                else:
-                    self._fail(seq.request, _not_finite(seq), finished)
                 continue
             rows.append(row)
             drawing.append(seq)
@@ -306,13 +305,14 @@ class Engine:
         if drawing:
             drawn = _Unread(self._draw(logits, rows, drawing, errors), logits, rows, drawing)
         self._read(outputs, finished)  # the last step's, while the device computes this one
-        reads = errors or any(seq.request.params.reads_tokens for seq in drawing)
+        is_read = drawn is not None and isinstance(drawn.tokens, _OnHost)
+        reads = is_read or any(seq.request.params.reads_tokens for seq in drawing)
+        for seq, error in errors:
+            self._fail(seq.request, error, finished)
         if self.overlap and not reads:
             self._unread = drawn and drawn._replace(logits=None)  # they are large
             self._count_on(drawing)
         else:
-            for seq, error in errors:
-                self._fail(seq.request, error, finished)
             self._unread = drawn
             self._read(outputs, finished)
         for search in list(searches.values()):
@@ -365,7 +365,7 @@ class Engine:
             request = seq.request
             stats, logprobs = request.stats, None
             if token < 0:
-                self._fail(request, _not_finite(seq), finished)
+                self._fail(request, _NotFinite(seq), finished)
                 continue
             stops = token in request.stop_token_ids
             if request.is_followed:
@@ -373,9 +373,9 @@ class Engine:
                     count = request.params.logprobs
                     if count is not None:
                         logprobs = self.sampler.logprobs(drawn.logits, row, token, count)
-                        seq.logprobs.append(logprobs)
-                    if request.has_text and not stops:  # a stop token has none
-                        stops = self._text_of(seq).append([token])
+                    if request.has_text:
+                        text = self._text_of(seq)
+                        stops = stops or text.append([token])  # a stop token has no text
                 except Exception as error:
                     self._fail(request, error, finished)
                     continue
@@ -384,12 +384,14 @@ class Engine:
             seq.append_token(token)
             if stats.first_token_time is None:
                 stats.first_token_time = now
+            if logprobs is not None:
+                seq.logprobs.append(logprobs)
             if stops:
                 self._finish_sequence(seq, FinishReason.STOP)
             elif len(seq.token_ids) == seq.num_prompt_tokens + request.max_tokens:
                 self._finish_sequence(seq, FinishReason.LENGTH)
             reason = seq.finish_reason
-            piece = self._text_of(seq).next_piece() if request.has_text else None
+            piece = seq.text.next_piece() if request.has_text else None
             outputs.append(
                 TokenOutput(request.request_id, seq.index, token, reason, piece, logprobs)
             )
@@ -437,15 +439,14 @@ class Engine:
             outputs = [_completion(seq) for seq in sequences]
         if self.new_decoder is None:
             return outputs
-        try:
-            if request.has_text and search is None:
-                texts = [self._text_of(seq).finish() for seq in sequences]
-            else:
-                texts = [self._whole_text(output, request) for output in outputs]
-        except Exception as error:
-            self._note_error(request, error)
-            return [replace(output, finish_reason=FinishReason.ERROR) for output in outputs]
-        return [replace(output, text=text) for output, text in zip(outputs, texts, strict=True)]
+        if request.has_text and search is None:
+            texts = [seq.text for seq in sequences]
+        else:
+            texts = [None] * len(outputs)
+        return [
+            self._with_text(request, output, text)
+            for output, text in zip(outputs, texts, strict=True)
+        ]
 
     def _text_of(self, seq: ScheduledSequence) -> OutputText:
         """The text that is followed token by token."""
@@ -454,12 +455,23 @@ class Engine:
             seq.text = OutputText(self.new_decoder(params), params.stop, params.min_tokens)
         return seq.text
 
-    def _whole_text(self, output: CompletionOutput, request: Request) -> str:
-        """The text of an output whose text was not followed."""
-        text = OutputText(self.new_decoder(request.params))
-        has_stop = output.finish_reason is FinishReason.STOP  # a token, which has no text
-        text.append(output.token_ids[: len(output.token_ids) - has_stop])
-        return text.finish()
+    def _with_text(
+        self, request: Request, output: CompletionOutput, text: OutputText | None
+    ) -> CompletionOutput:
+        """``output`` with its text; with FinishReason.ERROR if it cannot be decoded.
+
+        text: None if it was not followed; then no stop string ended the output.
+        """
+        try:
+            if text is None:
+                text = OutputText(self.new_decoder(request.params))
+                has_stop = output.finish_reason is FinishReason.STOP  # a token, which has no text
+                text.append(output.token_ids[: len(output.token_ids) - has_stop])
+            return replace(output, text=text.finish())
+        except Exception as error:
+            request.stats.was_aborted = True
+            _note_error(request, error)
+            return replace(output, finish_reason=FinishReason.ERROR)
 
     def _note_scheduled(self, step) -> None:
         for seq in step.admitted:
@@ -528,11 +540,20 @@ class Engine:
         stats.longest_output = max(lengths, default=0)
 
 
-def _not_finite(seq: ScheduledSequence) -> str:
-    return (
-        f"logits are NaN or infinite after {len(seq.token_ids)} tokens; the weights are damaged or "
-        "too large for the dtype, or the sampling parameters leave no token"
-    )
+class _NotFinite(ArithmeticError):
+    def __init__(self, seq: ScheduledSequence) -> None:
+        super().__init__(
+            f"logits are NaN or infinite after {len(seq.token_ids)} tokens; the weights are "
+            "damaged or too large for the dtype, or the sampling parameters leave no token"
+        )
+
+
+def _note_error(request: Request, error: Exception) -> None:
+    kind = "" if isinstance(error, _NotFinite) else f"{type(error).__name__}: "
+    request.error = f"{kind}{error}"
+    with contextlib.suppress(RuntimeWarning):  # where warnings are errors
+        message = f"request {request.request_id}: {request.error}"
+        warnings.warn(message, RuntimeWarning, stacklevel=4)
 
 
 def _completion(seq: ScheduledSequence) -> CompletionOutput:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 Decoder = Callable[[Sequence[int]], tuple[str, str]]
 """Takes the next tokens of an output.  Returns the text that they settle, and the text after it,
-which later tokens may change: an incomplete character, for example."""
+which later tokens may change.  The latter ends in U+FFFD for an incomplete character."""
 
 
 class OutputText:
@@ -36,19 +36,23 @@ class OutputText:
         searched = len(self._settled)
         settled, self._pending = self._decode(token_ids)
         self._settled += settled
-        if self._num_skipped:
-            self._num_skipped -= 1
-            self._skipped_length = len(self._settled) + len(self._pending)
-            return False
+        whole = self._pending.rstrip("\ufffd")  # without an incomplete character
+        if not self._num_skipped:
+            return self._cut(searched, whole)
+        self._num_skipped -= 1
+        self._skipped_length = len(self._settled) + len(whole)
+        return False
+
+    def _cut(self, searched: int, pending: str) -> bool:
+        """Cut the text before a stop string that ends after the first ``searched`` characters."""
         first = max(0, searched - self._kept_back)
-        tail = self._settled[first:] + self._pending
-        begin = max(searched, self._skipped_length) - first + 1  # stop strings end here or later
+        tail = self._settled[first:] + pending
+        begin = max(searched, self._skipped_length) - first + 1
         places = (tail.find(stop, max(0, begin - len(stop))) for stop in self._stops)
         place = min((place for place in places if place >= 0), default=None)
         if place is None:
             return False
-        self._settled = self._settled[:first] + tail[:place]
-        self._pending = ""
+        self._settled, self._pending = self._settled[:first] + tail[:place], ""
         return True
 
     def next_piece(self) -> str:
@@ -59,6 +63,8 @@ class OutputText:
 
     def finish(self) -> str:
         """Settle all of the text; returns it."""
+        if self._pending and not self._num_skipped:
+            self._cut(len(self._settled), self._pending)
         self._settled += self._pending
         self._pending, self._kept_back = "", 0
         return self._settled

@@ -75,7 +75,7 @@ class SamplingParams:
                 value = convert(given)
                 if not is_valid(value):
                     raise ValueError
-            except (TypeError, ValueError):
+            except Exception:  # iterators and foreign numbers raise any
                 raise ValueError(f"{name}={shown(given)}: needs {needs}") from None
             object.__setattr__(self, name, value)
         if self.min_tokens > self.max_tokens:
@@ -89,13 +89,13 @@ class SamplingParams:
     def _check_beam_search(self) -> None:
         if self.beam_width < self.n:
             raise ValueError(
-                f"beam_width={self.beam_width}: needs an int of at least n={self.n}, or None"
+                f"beam_width={shown(self.beam_width)}: needs an int of at least n={self.n}, or None"
             )
         for name, idle in _IDLE_IN_BEAM_SEARCH.items():
             if getattr(self, name) not in idle:
                 raise ValueError(
-                    f"{name}={getattr(self, name)!r}: has no meaning for beam search "
-                    f"(beam_width={self.beam_width}); leave it out"
+                    f"{name}={shown(getattr(self, name))}: has no meaning for beam search "
+                    f"(beam_width={shown(self.beam_width)}); leave it out"
                 )
 
     @cached_property

@@ -156,8 +156,9 @@ def test_a_request_is_refused_or_served(manager, overlap, fields, prompt):
         *tokens, last = serve_beside_another(make_llm(manager, overlap), prompt, params)
     except ValueError:
         return
+    errors = [output for output in last.outputs if output.finish_reason == "error"]
+    assert bool(errors) == (last.error is not None) == last.stats.was_aborted
     for output in last.outputs:
-        assert (output.finish_reason == "error") == (last.error is not None)
         pieces = [token.text for token in tokens if token.index == output.index]
         if params.beam_width is None and last.error is None:
             assert "".join(pieces) == output.text
@@ -177,10 +178,16 @@ FAULTS = {
     "sampling": ("sampler.draw", PLAIN, lambda logits, rows, seqs: any(map(is_ours, seqs))),
     "scores": ("sampler.likeliest", BEAMS, lambda logits, row, seq, count: is_ours(seq)),
     "logprobs": ("sampler.logprobs", SamplingParams(logprobs=7), lambda *_: _[-1] == 7),
+    "text behind logprobs": (
+        "_text_of", SamplingParams(logprobs=1, stop="x"), lambda seq: is_ours(seq) and seq.text
+    ),
     "beams": ("_advance", BEAMS, lambda search, now: is_ours(search.beams[0])),
     "text": ("new_decoder", SamplingParams(top_k=3), lambda params: params.top_k == 3),
-    "stop": ("new_decoder", SamplingParams(stop="x"), lambda params: params.stop),
-}
+    "stop": (
+        "new_decoder", SamplingParams(stop_token_ids=range(VOCAB_SIZE), top_p=0.5),
+        lambda params: params.stop_token_ids,
+    ),
+}  # fmt: skip
 
 
 def is_ours(seq) -> bool:
@@ -210,6 +217,29 @@ def test_an_error_of_its_own_work_ends_a_request_alone(fault, overlap, monkeypat
     assert last.error == "ArithmeticError: its own fault"
     assert all(output.finish_reason is FinishReason.ERROR for output in last.outputs)
     assert serve_beside_another(llm, PROMPT, params)[-1].error is None
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_batch_that_fails_as_a_whole_is_sampled_one_by_one(overlap, monkeypatch):
+    llm = make_llm(overlap=overlap)
+    draw = llm.engine.sampler.draw
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            llm.engine.sampler,
+            "draw",
+            lambda *a: draw(*a) if len(a[1]) == 1 else 1 / 0,
+        )
+        assert serve_beside_another(llm, PROMPT, SEEDED)[-1].error is None
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_warning_that_is_an_error_ends_no_other_request(monkeypatch):
+    llm = make_llm()
+    with monkeypatch.context() as patch:
+        decoder = llm.engine.new_decoder
+        patch.setattr(llm.engine, "new_decoder", lambda p: 1 / 0 if p.stop else decoder(p))
+        last = serve_beside_another(llm, PROMPT, SamplingParams(stop="x"))[-1]
+    assert last.error == "ZeroDivisionError: division by zero"
 
 
 def test_what_fails_for_all_requests_is_raised(monkeypatch):
