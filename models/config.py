@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,8 @@ class Family:
 
     defaults: Mapping[str, Any]
     """Values of fields that config.json may leave out."""
+    reads: tuple[str, ...] = ()
+    """Fields of config.json that count here, and not in each architecture."""
     qk_norm: bool = False
     """RMSNorm over head_dim on each query and key head, before RoPE."""
     output_bias: bool = True
@@ -83,11 +86,13 @@ _GEMMA = _DEFAULTS | {
     "hidden_act": "gelu_pytorch_tanh",
 }  # fmt: skip
 _GEMMA_2 = _GEMMA | {
-    "hidden_activation": "gelu_pytorch_tanh", "layer_types": None, "sliding_window": 4096,
-    "query_pre_attn_scalar": 256, "attn_logit_softcapping": None, "final_logit_softcapping": None,
+    "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096, "query_pre_attn_scalar": 256
 }  # fmt: skip
+_SCORES = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
+_GEMMA_2_READS = ("hidden_activation", "layer_types", *_SCORES)
 
-_QWEN = {"layer_types": None, "use_sliding_window": False, "sliding_window": 4096}
+_QWEN = _DEFAULTS | {"use_sliding_window": False, "sliding_window": 4096}
+_QWEN_READS = ("use_sliding_window", "layer_types")
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(defaults=_DEFAULTS | {"max_position_embeddings": 2048}),
@@ -96,19 +101,18 @@ FAMILIES: dict[str, Family] = {
         has_window=lambda fields, layer: True,
     ),
     "Qwen2ForCausalLM": Family(
-        defaults=_DEFAULTS | {"attention_bias": True} | _QWEN,
+        defaults=_QWEN | {"attention_bias": True}, reads=_QWEN_READS,
         output_bias=False, has_window=_from_max_window_layers,
     ),
     "Qwen3ForCausalLM": Family(
-        defaults=_DEFAULTS | _QWEN | {"head_dim": 128},
+        defaults=_QWEN | {"head_dim": 128}, reads=_QWEN_READS,
         qk_norm=True, has_window=_from_max_window_layers,
     ),
     "SmolLM3ForCausalLM": Family(
         defaults=_DEFAULTS | {
-            "rope_theta": 2e6, "tie_word_embeddings": True, "no_rope_layer_interval": 4,
-            "layer_types": None,
+            "rope_theta": 2e6, "tie_word_embeddings": True, "no_rope_layer_interval": 4
         },
-        has_rope=_from_no_rope_layers,
+        reads=("layer_types",), has_rope=_from_no_rope_layers,
         has_window=lambda fields, layer: (
             bool(fields.get("use_sliding_window")) and not _from_no_rope_layers(fields, layer)
         ),
@@ -121,7 +125,7 @@ FAMILIES: dict[str, Family] = {
     "GemmaForCausalLM": Family(defaults=_GEMMA, unit_offset_norms=True, scaled_embeddings=True),
     "Gemma2ForCausalLM": Family(
         defaults=_GEMMA_2 | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-        unit_offset_norms=True, sandwich_norms=True, scaled_embeddings=True,
+        reads=_GEMMA_2_READS, unit_offset_norms=True, sandwich_norms=True, scaled_embeddings=True,
         has_window=lambda fields, layer: layer % 2 == 0,
     ),
     "Gemma3ForCausalLM": Family(
@@ -129,13 +133,13 @@ FAMILIES: dict[str, Family] = {
             "max_position_embeddings": 131072, "sliding_window_pattern": 6,
             "rope_theta": 1e6, "rope_local_base_freq": 1e4,
         },
-        qk_norm=True, unit_offset_norms=True, sandwich_norms=True, scaled_embeddings=True,
-        has_window=_from_pattern,
+        reads=(*_GEMMA_2_READS, "rope_local_base_freq"), qk_norm=True, scaled_embeddings=True,
+        unit_offset_norms=True, sandwich_norms=True, has_window=_from_pattern,
     ),
 }  # fmt: skip
 """Architectures by their names in config.json.  Llama includes SmolLM2, and Qwen2 Qwen2.5."""
 
-_OFF_IF_NULL = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+_OFF_IF_NULL = ("sliding_window", *_SCORES[1:])
 """Fields where null means off, not the default."""
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
@@ -153,16 +157,18 @@ def _flag(name: str, value: object) -> None:
 
 
 def _one_of(name: str, value: object, choices: Iterable[str]) -> None:
-    if value not in choices:
+    if value not in tuple(choices):
         raise UnsupportedModel(f"{name}={value!r}: choose from {', '.join(choices)}")
 
 
+_OF_YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate")
 _ROPE_FIELDS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings", *_OF_YARN),
 }
-"""Fields that a RoPE scaling needs, by its type."""
+"""Fields that a RoPE scaling reads, by its type; it needs all but _OF_YARN.  Of these 0 means the
+default for the first four, and the last four may be None."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,14 +195,14 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         _one_of("rope_type", self.rope_type, _ROPE_FIELDS)
-        _flag("truncate", self.truncate)
-        for name, value in vars(self).items():
-            if name not in ("rope_type", "truncate") and value is not None:
-                _positive(name, value)
+        own = _ROPE_FIELDS[self.rope_type]
+        for name in own:
+            if (value := getattr(self, name)) is not None or name not in _OF_YARN[2:]:
+                (_flag if name == "truncate" else _positive)(name, value)
         if not self.factor >= 1:
             raise ValueError(f"factor={self.factor!r}: RoPE is stretched by a factor of 1 or more")
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
-            if not getattr(self, low) < getattr(self, high):
+            if low in own and not getattr(self, low) < getattr(self, high):
                 raise ValueError(
                     f"{low}={getattr(self, low)!r}, {high}={getattr(self, high)!r}: needs "
                     "0 < low < high"
@@ -221,9 +227,9 @@ _CHECKS: dict[Callable[[str, Any], object], tuple[str, ...]] = {
         "vocab_size", "hidden_size", "intermediate_size", "num_layers",
         "num_q_heads", "num_kv_heads", "head_dim", "max_position_embeddings",
     ),
-    _positive: ("rms_norm_eps", "initializer_range"),
-    lambda name, value: value and _positive(name, value): (
-        "attention_scale", "attention_softcap", "final_softcap",
+    _positive: ("rms_norm_eps",),
+    lambda name, value: value in (None, 0) or _positive(name, value): (
+        "attention_scale", "attention_softcap", "final_softcap", "initializer_range",
     ),
     _flag: ("tie_word_embeddings", "attention_bias", "mlp_bias"),
     partial(_one_of, choices=ACTIVATIONS): ("hidden_act",),
@@ -311,7 +317,7 @@ class ModelConfig:
     def max_positions(self) -> int:
         """Longest sequence, as in vLLM: linear scaling multiplies max_position_embeddings, but for
         Gemma 3, where the checkpoint has done so."""
-        if "rope_local_base_freq" in self.family.defaults:
+        if "rope_local_base_freq" in self.family.reads:
             return self.max_position_embeddings
         scalings = [rope.scaling for rope in self.ropes if rope is not None and rope.scaling]
         factors = [scaling.factor for scaling in scalings if scaling.rope_type == "linear"]
@@ -349,11 +355,10 @@ class ModelConfig:
         if generation.exists():
             eos = read_json_object(generation).get("eos_token_id")
             if eos is not None:
-                fields["eos_token_id"] = eos
-        try:
+                with _errors_of(generation):
+                    fields["eos_token_id"] = sorted(_token_ids("eos_token_id", eos))
+        with _errors_of(path):
             return cls.from_dict(fields)
-        except ValueError as error:  # or UnsupportedModel
-            raise type(error)(f"{path}: {error}") from None
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> ModelConfig:
@@ -362,9 +367,10 @@ class ModelConfig:
         Raises UnsupportedModel and ValueError, also for a missing field.
         """
         names = fields.get("architectures")
-        if not isinstance(names, list) or not names:
+        if not isinstance(names, list) or [type(name) for name in names[:1]] != [str]:
             raise ValueError(f"field 'architectures': expected a list of one name, got {names!r}")
-        get = dict(_family(names[0]).defaults) | {
+        architecture, family = names[0], _family(names[0])
+        get = dict(family.defaults) | {
             name: value
             for name, value in fields.items()
             if value is not None or name in _OFF_IF_NULL
@@ -380,13 +386,13 @@ class ModelConfig:
         if "head_dim" not in get:
             get["head_dim"] = _head_dim(need("hidden_size"), get["num_attention_heads"])
         at_least(1, "num_hidden_layers", need("num_hidden_layers"))
-        layers, family = _layer_types(get, _family(names[0])), _family(names[0])
-        is_gemma_2 = "hidden_activation" in family.defaults  # or 3
-        hidden_act = get["hidden_activation" if is_gemma_2 else "hidden_act"]
-        if names[0] == "GemmaForCausalLM" and hidden_act == "gelu":
+        layers = _layer_types(get, family)
+        activation = "hidden_activation" if "hidden_activation" in family.reads else "hidden_act"
+        hidden_act = get[activation]
+        if architecture == "GemmaForCausalLM" and hidden_act == "gelu":
             hidden_act = "gelu_pytorch_tanh"  # published with the other name
         read = {
-            "architecture": names[0],
+            "architecture": architecture,
             "ropes": _ropes(get, layers, family),
             "hidden_act": hidden_act,
             "windows": _windows(get, layers, family),
@@ -400,8 +406,8 @@ class ModelConfig:
             if ours.name not in read and (is_needed or get.get(theirs) is not None):
                 read[ours.name] = need(theirs)
         config = cls(**read)
-        for name in ("query_pre_attn_scalar", *_OFF_IF_NULL[1:]):
-            if get.get(name) is not None and name not in family.defaults:
+        for name in _SCORES:
+            if get.get(name) is not None and name not in family.reads:
                 raise UnsupportedModel(f"{name}: this architecture has none")
         return config
 
@@ -423,21 +429,21 @@ def default_sampling_params(folder: Path | None) -> SamplingParams:
     if fields.get("do_sample") is False:
         fields["temperature"] = 0.0
     given = {ours: fields[theirs] for theirs, ours in _SAMPLING.items() if theirs in fields}
-    try:
+    with _errors_of(path):
         return SamplingParams(**{name: v for name, v in given.items() if v is not None})
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
 
 
 def eos_of_tokenizer(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
-    """Id of the tokenizer's own eos_token, found as transformers does; empty if there is none.
+    """Id of the eos_token that a tokenizer's files name; empty if they name none.
 
+    What transformers takes for it from the tokenizer's class is not read.
     Raises ValueError, naming the file, for malformed JSON or a token that is not a text.
     """
     path, legacy = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
     fields = read_json_object(path) if path.exists() else {}
-    if "added_tokens_decoder" not in fields and legacy.exists():
-        fields |= read_json_object(legacy)
+    is_old = "added_tokens_decoder" not in fields and legacy.exists()
+    if is_old and "eos_token" in (of_legacy := read_json_object(legacy)):
+        path, fields = legacy, of_legacy
     eos = fields.get("eos_token")
     text = eos.get("content") if isinstance(eos, Mapping) else eos
     if not isinstance(text, str | None):
@@ -458,8 +464,17 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return value
 
 
+@contextlib.contextmanager
+def _errors_of(path: Path | None) -> Iterator[None]:
+    """ValueError and UnsupportedModel begin with the file."""
+    try:
+        yield
+    except ValueError as error:
+        raise type(error)(f"{path}: {error}") from None
+
+
 def _family(architecture: str) -> Family:
-    if architecture not in FAMILIES:
+    if architecture not in tuple(FAMILIES):
         raise UnsupportedModel(
             f"architecture {architecture} is unknown; choose from {', '.join(FAMILIES)}"
         )
@@ -490,7 +505,7 @@ def _layer_types(fields: Mapping[str, Any], family: Family) -> list[str]:
         raise UnsupportedModel(
             f"layer_types: these decoders have {', '.join(_LAYER_TYPES)}, not {unknown[0]}"
         )
-    if types != own and "layer_types" not in family.defaults:
+    if types != own and "layer_types" not in family.reads:
         raise UnsupportedModel("layer_types: this architecture does not read them")
     return types
 
@@ -500,7 +515,7 @@ def _windows(
 ) -> tuple[int | None, ...]:
     """Window of each layer; empty if no layer has one."""
     window = fields.get("sliding_window")
-    is_off = "use_sliding_window" in family.defaults and not fields["use_sliding_window"]
+    is_off = "use_sliding_window" in family.reads and not fields["use_sliding_window"]
     if window is None or is_off or _SLIDING not in layers:
         return ()
     if family.has_window is None:
@@ -535,7 +550,7 @@ def _ropes(fields: Mapping[str, Any], layers: list[str], family: Family) -> tupl
     scaling, parameters = (
         _json_object(name, fields.get(name, {})) for name in ("rope_scaling", "rope_parameters")
     )
-    if "rope_local_base_freq" in family.defaults:  # Gemma 3
+    if "rope_local_base_freq" in family.reads:  # Gemma 3
         kinds = {kind: _json_object(kind, parameters.get(kind) or {}) for kind in _LAYER_TYPES}
         full, sliding = kinds[_FULL] | scaling, kinds[_SLIDING]
         if parameters.keys() - kinds or "type" in scaling or "truncate" in full | sliding:
@@ -579,12 +594,13 @@ def _rope(fields: Mapping[str, Any], given: Mapping[str, Any], family: Family) -
     given = dict(given)
     if rope_type != "linear":
         given.setdefault("original_max_position_embeddings", fields["max_position_embeddings"])
+    options = {}
     for name in _ROPE_FIELDS[rope_type]:
-        if given.get(name) is None:
+        if name not in _OF_YARN and given.get(name) is None:
             raise ValueError(f"rope scaling of type {rope_type!r}: field {name!r} is missing")
-    names = {field.name for field in dataclasses.fields(RopeScaling)} & given.keys()
-    options = {name: given[name] for name in names if given[name] is not None or name == "truncate"}
-    return Rope(theta, RopeScaling(**options | {"rope_type": rope_type}))
+        if given.get(name) or (name in given and name not in _OF_YARN[:4]):
+            options[name] = given[name]
+    return Rope(theta, RopeScaling(rope_type=rope_type, **options))
 
 
 def _dtype(fields: Mapping[str, Any]) -> torch.dtype:

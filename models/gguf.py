@@ -11,7 +11,7 @@ import functools
 import math
 import re
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,15 +43,22 @@ _OF_RESULTS = ("rope.", "attention.", "tokenizer.")
 _READ = re.compile(
     r"attention\.(head_count(_kv)?|(key|value)_length|layer_norm(_rms)?_epsilon)"
     r"|rope\.(freq_base|dimension_count|scale_linear)|rope\.scaling\.(type|factor|attn_factor"
-    r"|original_context_length|finetuned|yarn_beta_(fast|slow))"
+    r"|original_context_length|finetuned|yarn_(beta_fast|beta_slow|ext_factor))"
     r"|tokenizer\.(chat_templates?(\..*)?|huggingface\.json|ggml\.(model|pre|tokens|merges|scores"
     r"|token_type(_count)?|add_[be]os_token|\w+_token_id))"
 )
 """Keys that are read, or that change nothing in these architectures."""
-_NEUTRAL = {
-    "attention.causal": True, "rope.scaling.yarn_attn_factor": 1, "rope.scaling.yarn_ext_factor": -1
-}  # fmt: skip
+_NEUTRAL = {"attention.causal": True, "rope.scaling.yarn_attn_factor": 1}
 """Values with which keys that are not read change nothing; for others 0 or false."""
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "a text": lambda value: type(value) is str,
+    "true or false": lambda value: type(value) is bool,
+    "an integer": lambda value: type(value) is int,
+    "a finite number": lambda value: type(value) in (int, float) and math.isfinite(value),
+    "a list of texts": lambda value: type(value) is list and {*map(type, value)} <= {str},
+    "a list of integers": lambda value: type(value) is list and {*map(type, value)} <= {int},
+}
+"""What values of keys have to be."""
 _ENDS = frozenset([
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
     "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
@@ -120,13 +127,13 @@ class GGUF:
             self._fields = {name: field.contents() for name, field in reader.fields.items()}
         except (ValueError, KeyError, IndexError, TypeError, OverflowError, MemoryError) as error:
             raise ValueError(f"{path}: damaged, or not a GGUF file: {error}") from None
-        part, parts = self._fields.get("split.no", 0) + 1, self._fields.get("split.count", 1)
-        if parts > 1:
+        part = self._get("split.no", "an integer", 0) + 1
+        if (parts := self._get("split.count", "an integer", 1)) > 1:
             raise ValueError(
                 f"{path}: split.count={parts}: part {part} of {parts}; llama-gguf-split merges them"
             )
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
-        self._arch = self._need("general.architecture")
+        self._arch = self._get("general.architecture", "a text")
         if self._arch not in _ARCHITECTURES:
             self._refuse("general.architecture", self._arch, _ARCHITECTURES)
         if self._fields.get(f"{self._arch}.expert_count"):
@@ -156,15 +163,15 @@ class GGUF:
         head_dim = get["hidden_size"] // max(1, get["num_attention_heads"])
         head_dim = get.setdefault("head_dim", head_dim)
         for key in ("rope.dimension_count", "attention.value_length"):
-            if self._number(key, head_dim) != head_dim:
-                self._refuse(f"{self._arch}.{key}", self._number(key), [str(head_dim)])
+            if (value := self._number(key, head_dim)) != head_dim:
+                self._refuse(f"{self._arch}.{key}", value, [str(head_dim)])
         get["architectures"] = [_ARCHITECTURES[self._arch]]
-        tokens = self._need("tokenizer.ggml.tokens")
+        tokens = self._tokens()
         get["vocab_size"] = len(tokens)
         get["tie_word_embeddings"] = "output.weight" not in self._tensors
         get["attention_bias"] = "blk.0.attn_q.bias" in self._tensors
-        self._need("tokenizer.ggml.eos_token_id")
-        ends = {self._token_id(n) for n in ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")}
+        others = ("eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+        ends = {self._token_id("eos"), *(self._token_id(name, None) for name in others)}
         ends |= {index for index, token in enumerate(tokens) if token in _ENDS}
         get["eos_token_id"] = sorted(ends - {None})
         get["dtype"] = "bfloat16"
@@ -173,20 +180,26 @@ class GGUF:
 
     def _rope_scaling(self) -> dict[str, Any]:
         """As in llama.cpp: linear if no type is given; a factor beside YaRN's attention factor."""
-        kind = self._fields.get(f"{self._arch}.rope.scaling.type", "linear")
-        factor = self._number("rope.scaling.factor", self._number("rope.scale_linear", 1.0)) or 1.0
-        attention = self._number("rope.scaling.attn_factor", 1.0)
+        number, key = self._number, f"{self._arch}.rope.scaling."
+        kind = self._get(key + "type", "a text", "linear")
+        if kind not in ("none", "linear", "yarn"):
+            self._refuse(key + "type", kind, ["none", "linear", "yarn"])
+        factor = number("rope.scaling.factor", number("rope.scale_linear", 1.0)) or 1.0
+        attention = number("rope.scaling.attn_factor", 1.0)
         if kind != "yarn" and attention != 1:
-            self._refuse(f"{self._arch}.rope.scaling.attn_factor", attention, ["1"])
+            self._refuse(key + "attn_factor", attention, ["1"])
+        share, own = number("rope.scaling.yarn_ext_factor", -1.0), float(kind == "yarn")
+        if share >= 0 and share != own:
+            self._refuse(key + "yarn_ext_factor", share, [str(own), "-1"])
         if kind == "none" or (kind == "linear" and factor == 1):
             return {}
         scaling = {"rope_type": kind, "factor": factor}
         if kind == "yarn":
-            original = self._number("rope.scaling.original_context_length", 0)
+            original = number("rope.scaling.original_context_length", 0)
             scaling |= {
                 "attention_factor": attention * (1 + 0.1 * math.log(max(1.0, factor))),
-                "beta_fast": self._number("rope.scaling.yarn_beta_fast", 32.0),
-                "beta_slow": self._number("rope.scaling.yarn_beta_slow", 1.0),
+                "beta_fast": number("rope.scaling.yarn_beta_fast", 32.0),
+                "beta_slow": number("rope.scaling.yarn_beta_slow", 1.0),
                 **({"original_max_position_embeddings": original} if original else {}),
             }
         return scaling
@@ -199,8 +212,8 @@ class GGUF:
         (name, None) for a tensor that the model does not have.
         """
         for key in ("context_length", "attention.layer_norm_rms_epsilon"):
-            self._need(f"{self._arch}.{key}")
-        num_layers = self._need(f"{self._arch}.block_count")
+            self._number(key)
+        num_layers = self._number("block_count")
         arch = {name: arch for arch, name in self._gguf.MODEL_ARCH_NAMES.items()}[self._arch]
         gguf_name = self._gguf.get_tensor_name_map(arch, num_layers).get_name
         names = {gguf_name(name, try_suffixes=(".weight", ".bias")): name for name in expected}
@@ -223,19 +236,20 @@ class GGUF:
 
     def tokenizer(self) -> Tokenizer:
         """The byte-level BPE tokenizer, with the pre-tokenizer that the file names."""
-        kind = self._need("tokenizer.ggml.model")
+        kind = self._get("tokenizer.ggml.model", "a text")
         if kind != "gpt2":
             self._refuse("tokenizer.ggml.model", kind, ["gpt2"])
-        cut = self._need("tokenizer.ggml.pre")
+        cut = self._get("tokenizer.ggml.pre", "a text")
         if cut not in _PRE_TOKENIZERS:
             self._refuse("tokenizer.ggml.pre", cut, _PRE_TOKENIZERS)
-        tokens = self._need("tokenizer.ggml.tokens")
-        kinds = self._fields.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
+        tokens, key = self._tokens(), "tokenizer.ggml.token_type"
+        kinds = self._get(key, "a list of integers", [_NORMAL] * len(tokens))
         vocabulary = {token: index for index, token in enumerate(tokens)}
         if not len(vocabulary) == len(tokens) <= len(kinds):
             raise ValueError(f"{self._path}: tokenizer.ggml.tokens: one is twice, or has no type")
-        merges = [tuple(merge.split(" ")) for merge in self._need("tokenizer.ggml.merges")]
-        bpe = models.BPE(vocabulary, merges, ignore_merges=cut == "llama-bpe")
+        merges = self._get("tokenizer.ggml.merges", "a list of texts")
+        pairs = [tuple(merge.split(" ")) for merge in merges]
+        bpe = models.BPE(vocabulary, pairs, ignore_merges=cut == "llama-bpe")
         tokenizer = Tokenizer(bpe)
         if cut == "qwen2":
             tokenizer.normalizer = normalizers.NFC()
@@ -251,8 +265,7 @@ class GGUF:
         )
         template, special = ["$A"], []
         for name, place, default in (("bos", 0, cut == "llama-bpe"), ("eos", 2, False)):
-            if self._fields.get(f"tokenizer.ggml.add_{name}_token", default):
-                self._need(f"tokenizer.ggml.{name}_token_id")
+            if self._get(f"tokenizer.ggml.add_{name}_token", "true or false", default):
                 index = self._token_id(name)
                 template.insert(place, tokens[index])
                 special.append((tokens[index], index))
@@ -261,9 +274,9 @@ class GGUF:
 
     def chat_templates(self) -> tuple[dict[str, str], dict[str, str]]:
         """The Jinja sources by name, "default" for the one without, and their special tokens."""
-        tokens, special = self._need("tokenizer.ggml.tokens"), {}
+        tokens, special = self._tokens(), {}
         for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
-            index = self._token_id(key)
+            index = self._token_id(key, None)
             if index is not None:
                 special[f"{name}_token"] = tokens[index]
         prefix, named = "tokenizer.chat_template", {}
@@ -272,23 +285,27 @@ class GGUF:
                 named[key[len(prefix) + 1 :] or "default"] = value
         return named, special
 
-    def _number(self, key: str, default: float | None = None) -> float:
-        value = self._fields.get(f"{self._arch}.{key}", default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{self._path}: {self._arch}.{key}={value!r}: needs one number")
-        return value
+    def _tokens(self) -> list[str]:
+        return self._get("tokenizer.ggml.tokens", "a list of texts")
 
-    def _token_id(self, name: str) -> int | None:
-        key, count = f"tokenizer.ggml.{name}_token_id", len(self._need("tokenizer.ggml.tokens"))
-        index = self._fields.get(key)
+    def _token_id(self, name: str, *default: None) -> int | None:
+        key, count = f"tokenizer.ggml.{name}_token_id", len(self._tokens())
+        index = self._get(key, "an integer", *default)
         if index is not None and not 0 <= index < count:
             raise ValueError(f"{self._path}: {key}={index}: there are {count} tokens")
         return index
 
-    def _need(self, key: str) -> Any:
-        if key not in self._fields:
+    def _number(self, key: str, *default: float) -> float:
+        return self._get(f"{self._arch}.{key}", "a finite number", *default)
+
+    def _get(self, key: str, kind: str, *default: Any) -> Any:
+        """The value of a key, of a kind of _KINDS.  Without a default the key is needed."""
+        if key not in self._fields and not default:
             raise ValueError(f"{self._path}: field {key!r} is missing")
-        return self._fields[key]
+        value = self._fields.get(key, *default)
+        if key in self._fields and not _KINDS[kind](value):
+            raise ValueError(f"{self._path}: {key}={reprlib.repr(value)}: needs {kind}")
+        return value
 
     def _refuse(self, key: str, value: object, choices: object) -> None:
         raise ValueError(

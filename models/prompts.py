@@ -82,7 +82,7 @@ def load_tokenizer(folder: Path | None) -> Tokenizer | None:
 
 def list_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """One or several prompts as a list; one may be a list, an array or a tensor of token ids."""
-    if isinstance(prompts, str | bytes | bytearray) or not isinstance(prompts, Iterable):
+    if isinstance(prompts, str | bytes | bytearray | range) or not isinstance(prompts, Iterable):
         return [prompts]
     if hasattr(prompts, "ndim"):
         return [prompts] if prompts.ndim < 2 else list(prompts)
@@ -94,9 +94,11 @@ def to_token_ids(prompt: Iterable[int]) -> list[int]:
     """Token ids as a list of int.  Raises ValueError for other types."""
     if isinstance(prompt, bytes | bytearray):
         raise ValueError(f"prompt: got bytes, {shown(prompt)}; decode them to a str")
+    if isinstance(prompt, range):
+        prompt = prompt[: 2**24 + 1]  # more than any model takes
     try:
         return list(map(operator.index, prompt))
-    except TypeError:
+    except Exception:  # iterators raise any
         raise ValueError(f"prompt: needs a text or token ids, got {shown(prompt)}") from None
 
 

@@ -48,6 +48,6 @@ class TokenOutput(NamedTuple):
     """None while more tokens follow."""
     text: str | None = None
     """Text that it settles; empty until a character is complete, and for special tokens.  None if
-    the model has no tokenizer."""
+    the model has no tokenizer.  The outputs of a cancelled request may have more text."""
     logprobs: dict[int, float] | None = None
     """log p of this token and of the likeliest tokens; for requests with logprobs."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import math
 
 import numpy as np
 import pytest
@@ -11,7 +11,6 @@ import torch
 from models import LLM, SamplingParams
 from models.config import ModelConfig
 from models.gguf import GGUF, open_gguf
-from models.layers import RotaryEmbedding
 from models.prompts import load_chat_template
 from models.weights import checkpoint_tensors
 from tests.models.tiny import TINY, oracle_tokens, tokens_of
@@ -150,40 +149,39 @@ def test_defaults_are_those_of_llama_cpp(tmp_path):
         assert open_gguf(path).tokenizer().encode("ab<|im_end|>").ids == ids
 
 
-def test_rope_is_that_of_llama_cpp(tmp_path):
-    """Against its formula in fp64: YaRN keeps a share of each pair's frequency.
+YARN = {"scaling.type": "yarn", "scaling.factor": 4.0}
+READ = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0}
+READ["attention_factor"] = 1.0 + 0.1 * math.log(4.0)
 
-    Frequencies have at most 16 roundings; sines change by their error times the position.
-    """
-    draw, pair, positions = random.Random(0), np.arange(16), torch.tensor([0, 1, 37, 299])
-    choices = {
-        "scaling.type": ["yarn", "yarn", "linear", "none"], "scaling.factor": [0.0, 1.0, 4.0, 40.0],
-        "scale_linear": [2.0], "scaling.yarn_beta_fast": [8.0, 48.0], "freq_base": [1e3, 5e5],
-        "scaling.yarn_beta_slow": [0.5, 2.0], "scaling.original_context_length": [0, 64, 512],
-    }  # fmt: skip
-    metadata = {"tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.eos_token_id": 0}
-    metadata |= {f"llama.{key}": value for key, value in SIZES.items()}
-    for run in range(60):
-        keys = {key: draw.choice(of) for key, of in choices.items() if draw.random() < 0.6}
-        kind, theta = keys.get("scaling.type", "linear"), keys.get("freq_base", 1e4)
-        keys |= {"scaling.attn_factor": draw.choice([1.0, 0.5])} if kind == "yarn" else {}
-        path = tmp_path / f"{run}.gguf"
-        write(path, "llama", metadata | {f"llama.rope.{key}": v for key, v in keys.items()})
-        rope = RotaryEmbedding(32, ModelConfig.from_folder(path).ropes[0], 300)
 
-        factor = keys.get("scaling.factor", keys.get("scale_linear", 1.0)) or 1.0
-        factor, kept, magnitude = 1.0 if kind == "none" else factor, 0.0, 1.0
-        if kind == "yarn":
-            betas = [keys.get(f"scaling.yarn_beta_{n}", b) for n, b in (("fast", 32), ("slow", 1))]
-            context = keys.get("scaling.original_context_length") or 256
-            first, last = 16 * np.log(context / (2 * np.pi * np.array(betas))) / np.log(theta)
-            low, high = max(0, np.floor(first)), min(31, np.ceil(last))
-            kept = 1 - np.clip((pair - low) / max(0.001, high - low), 0, 1)
-            magnitude = keys["scaling.attn_factor"] * (1 + 0.1 * np.log(factor))
-        angles = np.outer(positions, theta ** (-pair / 16) * (kept + (1 - kept) / factor))
-        error = torch.stack(rope(positions).of_tokens)[:, :, 0].numpy()
-        error -= magnitude * np.stack((np.cos(angles), np.sin(angles)))
-        assert (abs(error) <= magnitude * (16 * angles + 4) * 2**-24).all(), keys
+@pytest.mark.parametrize(
+    ("keys", "scaling"),
+    [
+        ({}, {}),
+        ({"scaling.type": "none", "scaling.factor": 4.0}, {}),
+        ({"scaling.type": "linear", "scaling.factor": 0.0}, {}),
+        ({"scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"scale_linear": 2.0}, {"rope_type": "linear", "factor": 2.0}),
+        ({"scaling.factor": 4.0, "scale_linear": 2.0}, {"rope_type": "linear", "factor": 4.0}),
+        (YARN, READ),
+        (YARN | {"scaling.yarn_ext_factor": 1.0, "scaling.original_context_length": 0}, READ),
+        (
+            YARN | {"scaling.yarn_beta_fast": 48.0, "scaling.original_context_length": 64},
+            READ | {"beta_fast": 48.0, "original_max_position_embeddings": 64},
+        ),
+        (
+            YARN | {"scaling.factor": 1.0, "scaling.attn_factor": 0.5},
+            READ | {"factor": 1.0, "attention_factor": 0.5},
+        ),
+    ],
+)
+def test_rope_is_that_of_llama_cpp(keys, scaling, tmp_path):
+    """Its attention factor of YaRN is attn_factor * (1 + 0.1 ln factor); 0 is no factor."""
+    metadata = {f"llama.{key}": value for key, value in SIZES.items()}
+    metadata |= {f"llama.rope.{key}": value for key, value in keys.items()}
+    metadata |= {"tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.eos_token_id": 0}
+    write(tmp_path / "a.gguf", "llama", metadata)
+    assert open_gguf(tmp_path / "a.gguf").config()["rope_scaling"] == scaling
 
 
 @pytest.mark.parametrize(
@@ -194,13 +192,14 @@ def test_rope_is_that_of_llama_cpp(tmp_path):
         ({"tokenizer__ggml__model": "llama"}, "tokenizer.ggml.model='llama' is not supported"),
         ({"tokenizer__ggml__merges": None}, "field 'tokenizer.ggml.merges' is missing"),
         ({"llama__expert_count": 8}, "mixtures of experts are not supported"),
-        ({"llama__rope__scaling__type": "longrope"}, "rope_type='longrope': choose from"),
+        ({"llama__rope__scaling__type": "default"}, "scaling.type='default' .*choose from none"),
+        ({"llama__rope__scaling__yarn_ext_factor": 1.0}, "yarn_ext_factor=1.0 .*choose from 0.0"),
         ({"llama__rope__dimension_count": 8}, "llama.rope.dimension_count=8 is not supported"),
         ({"llama__rope__scaling__attn_factor": 0.5}, "llama.rope.scaling.attn_factor=0.5 is not"),
         ({"llama__rope__scaling__alpha": 2.0}, "llama.rope.scaling.alpha=2.0 is not supported"),
         ({"llama__attention__sliding_window": 8}, "llama.attention.sliding_window=8 is not"),
         ({"llama__attention__value_length": 8}, "llama.attention.value_length=8 is not supported"),
-        ({"llama__attention__head_count": [4, 4]}, "llama.attention.head_count=.*needs one number"),
+        ({"llama__attention__head_count": [4, 4]}, "llama.attention.head_count=.*a finite number"),
         ({"llama__context_length": None}, "field 'llama.context_length' is missing"),
         ({"tokenizer__ggml__add_sep_token": True}, "tokenizer.ggml.add_sep_token=True is not"),
         ({"tokenizer__ggml__pre": None}, "field 'tokenizer.ggml.pre' is missing"),
@@ -209,7 +208,7 @@ def test_rope_is_that_of_llama_cpp(tmp_path):
         ({"tokenizer__ggml__merges": ["x y"]}, "Token .* out of vocabulary"),
         ({"split__count": 2}, "split.count=2: part 1 of 2"),
         ({"llama__embedding_length": 32}, "has shape .*, the model needs"),
-        ({"llama__embedding_length": None}, "llama.embedding_length=None: needs one number"),
+        ({"llama__embedding_length": None}, "field 'llama.embedding_length' is missing"),
     ],
 )
 def test_unsupported_files_are_refused_by_name(fields, message, make_gguf):
