@@ -167,8 +167,10 @@ def test_a_request_is_refused_or_served(manager, overlap, fields, prompt):
 
 @pytest.mark.parametrize("salt", ["\ud800", "a\udfff", 7])
 def test_a_salt_that_cannot_be_hashed_is_refused(salt):
+    engine = make_llm().engine
     with pytest.raises(ValueError, match="cache_salt="):
-        serve_beside_another(make_llm(), SaltedPrompt(OTHER, salt), SEEDED)
+        engine.add(OTHER, SEEDED, salt)
+    assert not [*engine.requests, *engine.scheduler.waiting]
 
 
 PROMPT = [1, 2, 3]
@@ -220,36 +222,25 @@ def test_an_error_of_its_own_work_ends_a_request_alone(fault, overlap, monkeypat
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_batch_that_fails_as_a_whole_is_sampled_one_by_one(overlap, monkeypatch):
+def test_a_batch_that_cannot_be_sampled_is_sampled_one_by_one(overlap, monkeypatch):
+    """Only what fails for all requests is raised."""
     llm = make_llm(overlap=overlap)
-    draw = llm.engine.sampler.draw
+    draw, streams = llm.engine.sampler.draw, [llm.stream(p, PLAIN) for p in (OTHER, PROMPT)]
     with monkeypatch.context() as patch:
-        patch.setattr(
-            llm.engine.sampler,
-            "draw",
-            lambda *a: draw(*a) if len(a[1]) == 1 else 1 / 0,
-        )
+        patch.setattr(llm.engine.sampler, "draw", lambda *arguments: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            list(streams[0])
+        patch.setattr(llm.engine.sampler, "draw", lambda *a: draw(*a) if len(a[1]) == 1 else 1 / 0)
         assert serve_beside_another(llm, PROMPT, SEEDED)[-1].error is None
 
 
 @pytest.mark.filterwarnings("error")
 def test_a_warning_that_is_an_error_ends_no_other_request(monkeypatch):
-    llm = make_llm()
+    llm, decoder = make_llm(), make_llm().engine.new_decoder
     with monkeypatch.context() as patch:
-        decoder = llm.engine.new_decoder
         patch.setattr(llm.engine, "new_decoder", lambda p: 1 / 0 if p.stop else decoder(p))
         last = serve_beside_another(llm, PROMPT, SamplingParams(stop="x"))[-1]
     assert last.error == "ZeroDivisionError: division by zero"
-
-
-def test_what_fails_for_all_requests_is_raised(monkeypatch):
-    llm = make_llm()
-    streams = [llm.stream(prompt, PLAIN) for prompt in (OTHER, PROMPT)]
-    with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.sampler, "draw", lambda *arguments: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            list(streams[0])
-    assert serve_beside_another(llm, PROMPT, PLAIN)[-1].error is None
 
 
 def test_a_decoder_that_panics_is_an_error():

@@ -133,24 +133,6 @@ def test_stop_strings_end_text_and_stream_before_them(text_checkpoint):
     assert output.token_ids == plain.outputs[0].token_ids[: len(before.split()) + 2]
 
 
-def test_stop_strings_count_after_min_tokens(text_checkpoint):
-    """The stop string is a word that occurs at first and again later."""
-    llm = LLM(text_checkpoint, num_blocks=64)
-    params = SamplingParams(seed=2, temperature=9.0, max_tokens=60)
-    [plain] = llm.generate(PROMPT, params)
-    words = plain.outputs[0].text.split()
-    places = next(p for word in words if len(p := [i for i in range(60) if words[i] == word]) > 1)
-    first, again = places[:2]
-    stop = f"{words[first]} "
-    for min_tokens, place in ((first + 2, again), (first, first)):
-        late = dataclasses.replace(params, stop=stop, min_tokens=min_tokens)
-        *tokens, output = llm.stream(PROMPT, late)
-        [output] = output.outputs
-        assert "".join(token.text for token in tokens) == output.text
-        assert output.text.split() == words[:place]
-        assert len(output.token_ids) == place + 2  # the blank comes with the next word
-
-
 def test_a_stop_string_may_be_a_special_token(text_checkpoint):
     [plain] = LLM(text_checkpoint, num_blocks=64).generate(PROMPT, GREEDY)
     words = plain.outputs[0].text.split()

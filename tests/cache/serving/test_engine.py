@@ -304,6 +304,17 @@ def test_a_stop_token_costs_a_token_too_many_which_is_found_in_the_cache():
     assert hits == {False: 5 + count - 4, True: 5 + count}
 
 
+def test_a_policy_that_raises_keeps_a_request_out():
+    class Deaf(POLICIES["lru"]):
+        def expect(self, place, blocks):
+            raise ZeroDivisionError
+
+    engine = make_engine(policy=Deaf())
+    with pytest.raises(ZeroDivisionError):
+        engine.add(prompt(9), SamplingParams(n=20))
+    assert_idle(engine)
+
+
 READERS = {
     "parallel sampling": {"n": 2, "seed": 1},
     "beam search": {"beam_width": 2},
