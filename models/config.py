@@ -223,7 +223,7 @@ class Rope:
 
 
 _CHECKS: dict[Callable[[str, Any], object], tuple[str, ...]] = {
-    partial(at_least, 1): (
+    lambda name, value: _positive(name, at_least(1, name, value)): (
         "vocab_size", "hidden_size", "intermediate_size", "num_layers",
         "num_q_heads", "num_kv_heads", "head_dim", "max_position_embeddings",
     ),

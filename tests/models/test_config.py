@@ -81,6 +81,9 @@ def test_tokens_that_end_a_text(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_31 | {"eos_token_id": 5}))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
     assert ModelConfig.from_folder(tmp_path).eos_token_ids == {5, 7}
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "x"}')
+    with pytest.raises(ValueError, match=r"generation_config.json: field 'eos_token_id'"):
+        ModelConfig.from_folder(tmp_path)
 
 
 def test_the_end_of_the_tokenizer_is_one_too(tmp_path):
@@ -92,9 +95,12 @@ def test_the_end_of_the_tokenizer_is_one_too(tmp_path):
         assert eos_of_tokenizer(tmp_path, tokenizer) == set(ids)
     (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<|im_end|>"}')
     assert eos_of_tokenizer(tmp_path, tokenizer) == {2}
-    path.write_text('{"eos_token": 1, "added_tokens_decoder": {}}')
-    with pytest.raises(ValueError, match=r"tokenizer_config.json: eos_token=1: needs a text"):
-        eos_of_tokenizer(tmp_path, tokenizer)
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": 1}')
+    new = {"eos_token": 1, "added_tokens_decoder": {}}
+    for file, fields in (("special_tokens_map", {}), ("tokenizer_config", new)):
+        path.write_text(json.dumps(fields))
+        with pytest.raises(ValueError, match=rf"{file}\.json: eos_token=1: needs a text"):
+            eos_of_tokenizer(tmp_path, tokenizer)
 
 
 def test_linear_scaling_lengthens_the_context():
@@ -103,6 +109,22 @@ def test_linear_scaling_lengthens_the_context():
     assert ModelConfig.from_dict(LLAMA_31 | scaled | GEMMA3).max_positions == 131072
     config = tiny_config(ropes=(Rope(10000.0, RopeScaling(rope_type="linear", factor=4.0)),))
     assert LLM(config, num_blocks=64).max_model_len == 512
+
+
+def test_a_scaling_does_not_read_the_fields_of_others():
+    """0 is the default where it is in transformers."""
+    others = {"low_freq_factor": "9", "beta_slow": -1, "attention_factor": 0, "truncate": "no"}
+    for scaling, ignored in (
+        ({"rope_type": "linear", "factor": 4.0}, others | {"original_max_position_embeddings": 0}),
+        (SCALING, {"beta_fast": 0.5, "mscale": -1}),
+        (
+            {"rope_type": "yarn", "factor": 4.0},
+            {"mscale": 0, "mscale_all_dim": 0, "beta_fast": 0, "low_freq_factor": 9},
+        ),
+    ):
+        given, plain = (ModelConfig.from_dict(LLAMA_31 | {"rope_scaling": fields})
+                        for fields in (scaling | ignored, scaling))  # fmt: skip
+        assert given.ropes == plain.ropes != (Rope(500000.0),)
 
 
 def test_a_missing_field_is_named():
@@ -141,6 +163,7 @@ def test_unsupported_features_are_refused(change, message):
     ("change", "message"),
     [
         ({"architectures": None}, "field 'architectures'"),
+        ({"architectures": [["LlamaForCausalLM"]]}, r"field 'architectures': .*got \[\['Llama"),
         ({"layer_types": ["full_attention"]}, "layer_types: needs a list of 32 names"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "sliding_window=0"),
         ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0: needs a positive number"),
@@ -152,20 +175,18 @@ def test_unsupported_features_are_refused(change, message):
         ({"num_key_value_heads": 5}, "multiple of num_kv_heads=5"),
         ({"head_dim": 65}, "head_dim=65"),
         ({"vocab_size": 0}, "vocab_size=0"),
+        ({"head_dim": 10**30}, "head_dim=1000.*: needs a positive number"),
         ({"vocab_size": "many"}, "vocab_size='many'"),
         ({"hidden_size": 4100}, "hidden_size=4100 does not divide"),
         ({"eos_token_id": "</s>"}, "field 'eos_token_id'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'low_freq_factor' is missing"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "'factor' is missing"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor=0.5"),
         ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "factor='2': needs a positive"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": None}}, "'factor' is missing"),
         (GEMMA3 | {"rope_parameters": {"full_attention": 4}}, "full_attention': expected a JSON"),
         ({"rope_scaling": {"type": "linear", "factor": True}}, "factor=True: needs a positive"),
         ({"eos_token_id": True}, "field 'eos_token_id'"),
         ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}, "no_rope_layers: needs"),
         ({"rope_scaling": "linear"}, "field 'rope_scaling': expected a JSON object, got 'linear'"),
-        ({"rope_theta": "big"}, "rope_theta='big': needs a positive number"),
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps='1e-6': needs a positive number"),
         ({"attention_bias": "false"}, "attention_bias='false': needs true or false"),
         ({"num_attention_heads": "8"}, "num_attention_heads='8': both need an int"),
