@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from models.prompts import (
     Messages,
     Prompt,
     SaltedPrompt,
+    as_list,
     list_prompts,
     load_chat_template,
     load_tokenizer,
@@ -260,16 +261,16 @@ class LLM:
             be a list of ``{"type": "text", "text": "..."}`` if the template takes lists.
         template_options: options of ``ChatTemplate.render``, for example ``tools`` (functions or
             their JSON schemas), ``continue_final_message``, or variables such as
-            ``enable_thinking``.
+            ``enable_thinking``.  One that the template does not use changes nothing.
 
-        Returns and raises as ``generate``; ValueError also for a checkpoint without a template, for
-        an option that the template does not have, and for errors of the template.
+        Returns and raises as ``generate``; ValueError also for a checkpoint without a template, and
+        for errors of the template.
         """
         if self.chat_template is None or self.tokenizer is None:
             raise ValueError(
                 "messages: a chat needs a chat template and a tokenizer.json in the model's folder"
             )
-        chats = list(messages) if isinstance(messages, Iterable) else [messages]
+        chats = as_list(messages)
         chats = [chats] if chats and isinstance(chats[0], Mapping) else chats
         texts = [self.chat_template.render(chat, **template_options) for chat in chats]
         # The template writes the special tokens.
@@ -304,11 +305,8 @@ class LLM:
             raise ValueError(
                 "prompt: a text needs a tokenizer.json in the model's folder; pass token ids"
             )
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # a lone surrogate
-            raise ValueError(f"prompt: {reprlib.repr(text)} is not valid Unicode") from error
         with tokenizer_errors(f"prompt: {reprlib.repr(text)}"):
+            text.encode()  # names a lone surrogate
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def _with_special_stops(self, params: SamplingParams) -> SamplingParams:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -42,9 +43,6 @@ Prompt = str | Sequence[int] | SaltedPrompt
 Messages = Sequence[Mapping[str, object]]
 """Messages of a chat, usually with a "role" and a "content"."""
 
-_OPTIONS = {"tools", "documents", "chat_template", "continue_final_message"}
-"""Options that transformers takes for every template."""
-
 _MEDIA = re.compile("(input_)?(image|audio|video|file)(_url)?")
 """Types of parts of a content that only a multi-modal model can read."""
 
@@ -78,6 +76,11 @@ def load_tokenizer(folder: Path | None) -> Tokenizer | None:
     tokenizer.no_truncation()  # settings of training batches
     tokenizer.no_padding()
     return tokenizer
+
+
+def as_list(values: object) -> list:
+    """The items of an iterable, or ``values`` alone."""
+    return list(values) if isinstance(values, Iterable) else [values]
 
 
 def list_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
@@ -119,7 +122,7 @@ class ChatTemplate:
         self._source, self._path, self._special_tokens = source, path, special_tokens
 
     def render(
-        self, messages: Messages, *, add_generation_prompt: bool | None = None, **options: object
+        self, messages: Messages, /, *, add_generation_prompt: bool | None = None, **options: object
     ) -> str:
         """The text that ``apply_chat_template`` of transformers writes for a chat.
 
@@ -128,12 +131,13 @@ class ChatTemplate:
             add_generation_prompt: end with the start of the model's answer.  By default True,
                 unless ``continue_final_message`` is given.
             options: ``tools``, ``documents``, ``chat_template``, ``continue_final_message`` as in
-                transformers, and variables of the template.
+                transformers, and variables of the template.  As in transformers, one that the
+                template does not use changes nothing.
 
-        Raises ValueError for malformed messages, for options that the template does not name, and
-        for errors of the template, which name its file.
+        Raises ValueError for malformed messages and options, and for errors of the template, which
+        name its file.
         """
-        messages = list(messages) if isinstance(messages, Iterable) else [messages]
+        messages = as_list(messages)
         for message in messages:
             if not isinstance(message, Mapping):
                 raise ValueError(f"messages: needs mappings, got {shown(message)}")
@@ -144,12 +148,6 @@ class ChatTemplate:
         if add_generation_prompt is None:
             add_generation_prompt = not options.get("continue_final_message")
         try:
-            source = self._reader.get_chat_template(
-                options.get("chat_template"), options.get("tools")
-            )
-            for name in options.keys() - _OPTIONS:
-                if not re.search(rf"\b{re.escape(name)}\b", source):
-                    raise ValueError(f"{name}: the chat template has no such option")
             return self._reader.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=add_generation_prompt, **options
             )
@@ -160,14 +158,20 @@ class ChatTemplate:
     @functools.cached_property
     def _reader(self) -> PreTrainedTokenizerBase:
         """transformers' tokenizer without a vocabulary: it reads and renders chat templates."""
-        import_transformers()  # takes seconds
+        transformers = import_transformers()  # takes seconds
         from transformers import PreTrainedTokenizerBase
+
+        config = self._path / "tokenizer_config.json"
+        named = read_json_object(config).get("tokenizer_class") if config.exists() else None
+        kind = getattr(transformers, str(named), PreTrainedTokenizerBase)
 
         class Reader(PreTrainedTokenizerBase):
             added_tokens_decoder: Mapping[int, object] = {}
 
             def __init__(self, *_: object, **fields: object) -> None:
                 for name in self.SPECIAL_TOKENS_ATTRIBUTES:
+                    if name in (of_kind := inspect.signature(kind).parameters):
+                        fields.setdefault(name, of_kind[name].default)
                     if isinstance(fields.get(name), Mapping):
                         fields[name] = fields[name]["content"]
                 super().__init__(**fields)

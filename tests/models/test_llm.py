@@ -327,7 +327,7 @@ def test_prompts_that_do_not_fit_are_numbered(make_llm):
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [(b"abc", "got bytes, b'abc'"), ([b"abc"], "got bytes"), ("a\ud800", "not valid Unicode")],
+    [(b"abc", "got bytes, b'abc'"), ([b"abc"], "got bytes"), ("a\ud800", "surrogates not allowed")],
 )
 def test_prompts_that_are_not_text(prompt, message, text_checkpoint):
     with pytest.raises(ValueError, match=message):

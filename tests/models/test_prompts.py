@@ -81,7 +81,7 @@ TEMPLATES = {
     "default": "{{ bos_token }}{% for m in messages %}{% if m.content is string %}{{ m.content }}"
     "{% else %}{% for p in m.content %}{{ p.text | trim }};{% endfor %}{% endif %}{{ eos_token }}"
     "{{ m.reasoning_content }}{{ m.name is none }}{% endfor %}{{ tools is none }}{{ image_token }}"
-    "{{ pad_token is defined }}{% if add_generation_prompt %}<assistant>{% endif %}",
+    "{{ pad_token }}{% if add_generation_prompt %}<assistant>{% endif %}",
     "tool_use": "{{ tools | tojson(ensure_ascii=True, separators=(',', ':'), sort_keys=True) }}"
     "{{ messages | tojson(indent=2) }}{{ documents | tojson }}",
     "tracked": "{% macro quoted(m) %}{{ mark | default('-') }}{{ m['content'] }}{% endmacro %}\n"
@@ -110,17 +110,19 @@ options_of_a_chat = {
     "documents": st.just([{"title": "é"}]),
     "add_generation_prompt": st.booleans(),
     "continue_final_message": st.sampled_from([False, True, "reasoning"]),
-    "chat_template": st.sampled_from([*TEMPLATES, "{{ messages[0].content }} mark"]),
+    "chat_template": st.sampled_from([*TEMPLATES, "{{ messages[0].content }}"]),
     "mark": texts,
+    "return_tensors": st.just("pt"),
 }
 
 
 @pytest.mark.parametrize("in_files", [False, True])
 def test_chats_are_written_as_transformers_writes_them(in_files, tmp_path, transformers):
-    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
-    sources = {name: source + "{# mark #}" for name, source in TEMPLATES.items()}
+    Tokenizer(models.BPE({"a": 0}, [])).save(str(tmp_path / "tokenizer.json"))
+    sources = dict(TEMPLATES)
     config = {"bos_token": {"__type": "AddedToken", "content": "<s>"}, "eos_token": None}
     config["extra_special_tokens"] = {"image_token": "<image>"}
+    config["tokenizer_class"] = "GemmaTokenizer"  # has a pad_token
     config["chat_template"] = [{"name": n, "template": text} for n, text in sources.items()]
     if in_files:
         config["chat_template"] = "is not read"
@@ -130,7 +132,7 @@ def test_chats_are_written_as_transformers_writes_them(in_files, tmp_path, trans
         for name, source in sources.items():
             (tmp_path / "additional_chat_templates" / f"{name}.jinja").write_text(source)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     ours = load_chat_template(tmp_path)
 
     @settings(max_examples=200)
@@ -149,3 +151,6 @@ def test_chats_are_written_as_transformers_writes_them(in_files, tmp_path, trans
             assert ours.render(chat, **options) == expected
 
     check()
+    for name in ("tokenize", "conversation", "messages", "self"):  # not of the template
+        with pytest.raises(ValueError, match=re.escape(str(tmp_path))):
+            ours.render([{"content": "a"}], **{name: True})
