@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer
 
 from cache import block_bytes
-from cache.checks import at_least
+from cache.checks import at_least, true_or_false
 from cache.serving.sampling_params import SamplingParams
 from models.gguf import is_gguf, open_gguf
 
@@ -151,11 +151,6 @@ def _positive(name: str, value: object) -> None:
         raise ValueError(f"{name}={value!r}: needs a positive number")
 
 
-def _flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r}: needs true or false")
-
-
 def _one_of(name: str, value: object, choices: Iterable[str]) -> None:
     if value not in tuple(choices):
         raise UnsupportedModel(f"{name}={value!r}: choose from {', '.join(choices)}")
@@ -198,7 +193,7 @@ class RopeScaling:
         own = _ROPE_FIELDS[self.rope_type]
         for name in own:
             if (value := getattr(self, name)) is not None or name not in _OF_YARN[2:]:
-                (_flag if name == "truncate" else _positive)(name, value)
+                (true_or_false if name == "truncate" else _positive)(name, value)
         if not self.factor >= 1:
             raise ValueError(f"factor={self.factor!r}: RoPE is stretched by a factor of 1 or more")
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
@@ -231,7 +226,7 @@ _CHECKS: dict[Callable[[str, Any], object], tuple[str, ...]] = {
     lambda name, value: value in (None, 0) or _positive(name, value): (
         "attention_scale", "attention_softcap", "final_softcap", "initializer_range",
     ),
-    _flag: ("tie_word_embeddings", "attention_bias", "mlp_bias"),
+    true_or_false: ("tie_word_embeddings", "attention_bias", "mlp_bias"),
     partial(_one_of, choices=ACTIVATIONS): ("hidden_act",),
 }  # fmt: skip
 """Checks of single fields of a ModelConfig."""
@@ -532,11 +527,9 @@ def _attention_scale(fields: Mapping[str, Any]) -> float | None:
 
 
 def _head_dim(hidden_size: int, num_q_heads: int) -> int:
-    if not isinstance(hidden_size, int) or not isinstance(num_q_heads, int):
-        raise ValueError(
-            f"hidden_size={hidden_size!r}, num_attention_heads={num_q_heads!r}: both need an int"
-        )
-    if num_q_heads < 1 or hidden_size % num_q_heads:
+    for name, size in (("hidden_size", hidden_size), ("num_attention_heads", num_q_heads)):
+        at_least(1, name, size)
+    if hidden_size % num_q_heads:
         raise ValueError(
             f"hidden_size={hidden_size} does not divide among num_attention_heads={num_q_heads}, "
             "and the field 'head_dim' is missing"

@@ -44,12 +44,10 @@ _BAILIAN_BLOCK = 16
 _RAGPULSE_PARTS = ("sys_prompt", "passages_ids", "history", "web_search", "user_input")
 """Components of a prompt, in the order in which they are joined."""
 _RAGPULSE_LENGTHS = {
-    "1_sys_prompt.jsonl": "sys_prompt_id",
-    "2_passages.jsonl": "passage_id",
-    "3_history.jsonl": "history_id",
-    "4_user_input.jsonl": "user_input_id",
+    "1_sys_prompt.jsonl": "sys_prompt_id", "2_passages.jsonl": "passage_id",
+    "3_history.jsonl": "history_id", "4_user_input.jsonl": "user_input_id",
     "5_web_search.jsonl": "web_search_id",
-}
+}  # fmt: skip
 
 
 class _Prefixes:
@@ -192,12 +190,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m cache.traces.convert", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     formats = parser.add_subparsers(dest="format", required=True, metavar="FORMAT")
-    known = {
-        "bailian": convert_bailian,
-        "ragpulse": convert_ragpulse,
-        "sessions": convert_sessions,
-        "trace": load_trace,
-    }
+    known = {"bailian": convert_bailian, "ragpulse": convert_ragpulse}
+    known |= {"sessions": convert_sessions, "trace": load_trace}
     for name, convert in known.items():
         command = formats.add_parser(name, help=convert.__doc__.partition("\n")[0])
         command.add_argument("source", type=Path)

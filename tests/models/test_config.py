@@ -188,8 +188,8 @@ def test_unsupported_features_are_refused(change, message):
         ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}, "no_rope_layers: needs"),
         ({"rope_scaling": "linear"}, "field 'rope_scaling': expected a JSON object, got 'linear'"),
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps='1e-6': needs a positive number"),
-        ({"attention_bias": "false"}, "attention_bias='false': needs true or false"),
-        ({"num_attention_heads": "8"}, "num_attention_heads='8': both need an int"),
+        ({"attention_bias": "false"}, "attention_bias='false': needs True or False"),
+        ({"num_attention_heads": "8"}, "num_attention_heads='8': needs an int"),
     ],
 )
 def test_malformed_fields_are_named(change, message):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 
@@ -31,20 +30,13 @@ def test_our_kernels_are_not_taken_for_those_of_hugging_face(transformers, tmp_p
         import_transformers()
 
 
-def test_kernels_can_be_imported_while_transformers_is():
+def test_kernels_can_be_imported_while_transformers_is(transformers):
     threads = """
 import importlib, sys, threading
-import kernels
 from kernels.testing.hugging_face import import_transformers
-
 threads = [threading.Thread(target=import_transformers) for _ in range(3)]
-find = importlib.util.find_spec
 [thread.start() for thread in threads]
 while any(thread.is_alive() for thread in threads):
-    assert sys.modules["kernels"] is kernels
     sys.modules.pop("kernels.reference", None)
-    importlib.import_module("kernels.reference")
-assert importlib.util.find_spec is find
-"""
-    assert importlib.util.find_spec("transformers")
+    importlib.import_module("kernels.reference")"""
     subprocess.run([sys.executable, "-c", threads], check=True, timeout=120)

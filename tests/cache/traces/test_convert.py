@@ -87,15 +87,6 @@ def test_ragpulse_components_are_joined_and_cut(tmp_path):
     assert load_trace(folder / "out.jsonl")[0].block_ids.tolist() == [0, 1]
 
 
-def test_ragpulse_blocks_are_equal_only_if_every_token_of_them_is(tmp_path):
-    folder = ragpulse(
-        tmp_path / "data", question("1", [7239], 26923), question("2", [7239, 7239], 26923)
-    )
-    first, second = (request.block_ids.tolist() for request in convert_ragpulse(folder))
-    assert first == [0, 1]  # 37 tokens; the second block ends within the user's input
-    assert second == [0, 2]  # 40 tokens
-
-
 def session(*requests, scope="local", block_size=64):
     return {
         "id": "trace_0001", "block_size": block_size, "hash_id_scope": scope,

@@ -23,13 +23,8 @@ AZURE_2023 = """TIMESTAMP,ContextTokens,GeneratedTokens\r
 
 
 def record(timestamp=0, input_length=1000, output_length=7, hash_ids=(0, 1), **extra):
-    return {
-        "timestamp": timestamp,
-        "input_length": input_length,
-        "output_length": output_length,
-        "hash_ids": list(hash_ids),
-        **extra,
-    }
+    lengths = {"input_length": input_length, "output_length": output_length}
+    return {"timestamp": timestamp, **lengths, "hash_ids": list(hash_ids), **extra}
 
 
 def json_lines(*records) -> bytes:
@@ -152,9 +147,8 @@ def test_further_numbers_and_texts_of_requests_are_columns(tmp_path):
 
 def test_hash_ids_may_be_any_integers(tmp_path):
     ids = [-1, 2**64 + 3, 0, 2**200]
-    trace = load_trace(
-        written(tmp_path, json_lines(record(hash_ids=ids), record(hash_ids=ids[:2])))
-    )
+    lines = json_lines(record(hash_ids=ids), record(hash_ids=ids[:2]))
+    trace = load_trace(written(tmp_path, lines))
     assert trace.block_ids.tolist() == [0, 1, 2, 3, 0, 1]
 
 
@@ -169,14 +163,9 @@ LINES_NOT_TAKEN = [
     (b"\x28\xb5\x2f\xfd\x00\x01", "not UTF-8"),  # compressed, but not named so
     (b'{"timestamp": 0, ' + json_lines(record())[1:], "'timestamp' comes twice"),
     (record(hash_ids=[1]), r"1 follows the start here and 0 in \S*t\.jsonl:1: an id is unique to"),
-    *(
-        (
-            {key: value for key, value in record().items() if key != field},
-            f"missing field '{field}'",
-        )
-        for field in record()
-    ),
-]
+    *(({k: v for k, v in record().items() if k != name}, f"missing field '{name}'")
+      for name in record()),
+]  # fmt: skip
 
 FIELDS_NOT_TAKEN = [
     ("timestamp", [-1, -5e9], "timestamp must be at least 0, got -"),
@@ -311,25 +300,19 @@ def test_bad_block_size_is_an_error(tmp_path, block_size):
     ],
 )
 def test_infers_the_block_size(requests, expected):
-    trace = Trace.from_requests(
-        [(0, length, 0, range(count)) for length, count in requests], name="t"
-    )
+    rows = [(0, length, 0, range(count)) for length, count in requests]
+    trace = Trace.from_requests(rows, name="t")
     assert trace.block_size == expected
 
 
 @pytest.mark.parametrize("counts", [(2, 2, 1, 3), (3, 3, 1, 4), (2, 2, 5, 3)])
 def test_a_request_with_a_wrong_number_of_ids_is_an_error(tmp_path, counts):
     """Two full blocks of 512 and some tokens, or the full ones only; the third line is wrong."""
-    lengths = (1100, 1500, 1200, 2000)
-    records = [
-        record(input_length=length, hash_ids=range(count))
-        for length, count in zip(lengths, counts, strict=True)
-    ]
-    path = written(tmp_path, json_lines(*records))
-    needed = 3 if counts[0] == 3 else 2
-    with pytest.raises(
-        TraceError, match=rf":3: {counts[2]} hash_ids for input_length=1200, needs {needed} as most"
-    ):
+    lengths, needed = (1100, 1500, 1200, 2000), 3 if counts[0] == 3 else 2
+    requests = zip([0] * 4, lengths, [7] * 4, map(range, counts), strict=True)
+    path = written(tmp_path, json_lines(*itertools.starmap(record, requests)))
+    reason = rf":3: {counts[2]} hash_ids for input_length=1200, needs {needed} as most"
+    with pytest.raises(TraceError, match=reason):
         load_trace(path)
     assert load_trace(path, block_size=512).num_requests == 4
 
@@ -412,11 +395,13 @@ def test_digest_is_fixed_across_platforms_and_releases():
 
 
 def test_coarsened_blocks_are_runs_of_blocks():
-    trace = Trace.from_requests(
-        [(0, 20, 1, [5, 6, 7, 8, 9]), (1, 16, 1, [5, 6, 7, 3]), (2, 4, 1, [5]), (3, 8, 1, [1, 2])],
-        name="t",
-        block_size=4,
+    requests = (
+        (0, 20, 1, [5, 6, 7, 8, 9]),
+        (1, 16, 1, [5, 6, 7, 3]),
+        (2, 4, 1, [5]),
+        (3, 8, 1, [1, 2]),
     )
+    trace = Trace.from_requests(requests, name="t", block_size=4)
     coarse = trace.coarsened(2)
     assert coarse.block_size == 8
     assert [request.block_ids.tolist() for request in coarse] == [[0, 1], [0, 2], [], [3]]
@@ -457,11 +442,8 @@ def test_saving_under_another_extension_is_an_error(tmp_path, name):
 def test_a_failed_save_leaves_the_old_file(tmp_path, suffix, monkeypatch):
     path = written(tmp_path, b"old", "t" + suffix)
     trace = trace_of([1], [2])
-    dumps = json.dumps
-    calls = iter([True, False])
-    monkeypatch.setattr(
-        "cache.traces.trace.json.dumps", lambda *a, **k: dumps(*a, **k) if next(calls) else 1 / 0
-    )
+    lines = iter(["{}"])
+    monkeypatch.setattr(json, "dumps", lambda *_, **__: next(lines, None) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         save_trace(trace, path)
     assert path.read_bytes() == b"old"

@@ -44,12 +44,8 @@ def tiny(name: str, **options) -> Trace:
 
 @settings(max_examples=100)
 @given(
-    block_size=st.integers(1, 7),
-    prompts=st.lists(
-        st.lists(st.tuples(st.integers(0, 2), st.integers(0, 12)), max_size=5),
-        min_size=2,
-        max_size=8,
-    ),
+    st.integers(1, 7),
+    st.lists(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 12)), max_size=5), max_size=8),
 )
 @example(block_size=4, prompts=[[(0, 2), (1, 2), (1, 4)], [(0, 2), (1, 6)]])
 def test_two_prompts_share_a_block_iff_they_agree_up_to_its_end(block_size, prompts):
