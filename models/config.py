@@ -370,7 +370,12 @@ class ModelConfig:
             for name, value in fields.items()
             if value is not None or name in _OFF_IF_NULL
         }
-        _refuse_unsupported(get)
+        if "quantization_config" in get:
+            raise UnsupportedModel("quantization_config: quantised checkpoints are not supported")
+        if get.get("use_bidirectional_attention") or get.get("is_causal") is False:
+            raise UnsupportedModel(
+                "use_bidirectional_attention, is_causal: these decoders are causal"
+            )
 
         def need(name: str) -> Any:
             if name not in get:
@@ -386,12 +391,14 @@ class ModelConfig:
         hidden_act = get[activation]
         if architecture == "GemmaForCausalLM" and hidden_act == "gelu":
             hidden_act = "gelu_pytorch_tanh"  # published with the other name
+        if (scalar := get.get("query_pre_attn_scalar")) is not None:
+            _positive("query_pre_attn_scalar", scalar)
         read = {
             "architecture": architecture,
             "ropes": _ropes(get, layers, family),
             "hidden_act": hidden_act,
             "windows": _windows(get, layers, family),
-            "attention_scale": _attention_scale(get),
+            "attention_scale": None if scalar is None else scalar**-0.5,
             "dtype": _dtype(get),
             "eos_token_ids": _token_ids("eos_token_id", get.get("eos_token_id", [])),
         }
@@ -476,13 +483,6 @@ def _family(architecture: str) -> Family:
     return FAMILIES[architecture]
 
 
-def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
-    if "quantization_config" in fields:
-        raise UnsupportedModel("quantization_config: quantised checkpoints are not supported")
-    if fields.get("use_bidirectional_attention") or fields.get("is_causal") is False:
-        raise UnsupportedModel("use_bidirectional_attention, is_causal: these decoders are causal")
-
-
 _LAYER_TYPES = _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -516,14 +516,6 @@ def _windows(
     if family.has_window is None:
         raise UnsupportedModel("sliding_window: this architecture has no layers with a window")
     return tuple(window if kind == _SLIDING else None for kind in layers)
-
-
-def _attention_scale(fields: Mapping[str, Any]) -> float | None:
-    scalar = fields.get("query_pre_attn_scalar")
-    if scalar is None:
-        return None
-    _positive("query_pre_attn_scalar", scalar)
-    return scalar**-0.5
 
 
 def _head_dim(hidden_size: int, num_q_heads: int) -> int:
