@@ -197,11 +197,9 @@ class RopeScaling:
         if not self.factor >= 1:
             raise ValueError(f"factor={self.factor!r}: RoPE is stretched by a factor of 1 or more")
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
-            if low in own and not getattr(self, low) < getattr(self, high):
-                raise ValueError(
-                    f"{low}={getattr(self, low)!r}, {high}={getattr(self, high)!r}: needs "
-                    "0 < low < high"
-                )
+            least, most = getattr(self, low), getattr(self, high)
+            if low in own and not least < most:
+                raise ValueError(f"{low}={least!r}, {high}={most!r}: needs 0 < low < high")
 
 
 @dataclass(frozen=True)

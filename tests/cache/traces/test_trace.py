@@ -58,9 +58,6 @@ def trace_of(*block_id_lists, timestamps=None, block_size=1) -> Trace:
     )
 
 
-# --- reading what is well formed
-
-
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".JSONL"])
 def test_reads_mooncake_lines(tmp_path, suffix):
     data = json_lines(
@@ -69,7 +66,6 @@ def test_reads_mooncake_lines(tmp_path, suffix):
         record(3, 512, 1, [8]),
     )
     trace = load_trace(written(tmp_path, compressed(data, suffix), "day one" + suffix))
-
     assert trace.name == "day one"
     assert trace.block_size == 512
     assert requests_of(trace) == [
@@ -86,7 +82,6 @@ def test_reads_mooncake_lines(tmp_path, suffix):
 @pytest.mark.parametrize("suffix", [".csv", ".csv.gz", ".csv.zst"])
 def test_reads_azure_csv(tmp_path, suffix):
     trace = load_trace(written(tmp_path, compressed(AZURE_2023.encode(), suffix), "t" + suffix))
-
     assert requests_of(trace) == [
         (0.0, 4808, 10, []),
         (pytest.approx(52.001, abs=1e-9), 3180, 8, []),
@@ -150,9 +145,6 @@ def test_hash_ids_may_be_any_integers(tmp_path):
     lines = json_lines(record(hash_ids=ids), record(hash_ids=ids[:2]))
     trace = load_trace(written(tmp_path, lines))
     assert trace.block_ids.tolist() == [0, 1, 2, 3, 0, 1]
-
-
-# --- reading what is not
 
 
 LINES_NOT_TAKEN = [
@@ -278,9 +270,6 @@ def test_bad_block_size_is_an_error(tmp_path, block_size):
         Trace.from_requests([], name="t", block_size=block_size)
 
 
-# --- inferring the block size
-
-
 @pytest.mark.parametrize(
     ("requests", "expected"),
     [
@@ -317,8 +306,6 @@ def test_a_request_with_a_wrong_number_of_ids_is_an_error(tmp_path, counts):
     assert load_trace(path, block_size=512).num_requests == 4
 
 
-# --- the trace itself
-
 id_lists = st.lists(st.lists(st.integers(0, 4), unique=True, max_size=4), max_size=9)
 block_lists = st.lists(
     st.lists(st.integers(1, 3), max_size=6).map(  # an id encodes its prefix
@@ -347,7 +334,6 @@ def test_from_requests_keeps_order_and_identity(lists, random):
     timestamps = [random.choice([0, 1.5, 7]) for _ in lists]
     trace = trace_of(*lists, timestamps=timestamps)
     order = sorted(range(len(lists)), key=timestamps.__getitem__)
-
     assert trace.timestamps_ms.tolist() == [timestamps[i] for i in order]
     dense: dict[int, int] = {}
     expected = [[dense.setdefault(b, len(dense)) for b in lists[i]] for i in order]
@@ -411,15 +397,11 @@ def test_coarsened_blocks_are_runs_of_blocks():
         trace.coarsened(0)
 
 
-# --- writing
-
-
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
 def test_save_and_load_give_the_same_trace(tmp_path, suffix):
     trace = trace_of([4, 5, 6], [], [4, 9], timestamps=[0.1, 1 / 3, 1e9], block_size=7)
     path = tmp_path / ("round trip" + suffix)
     save_trace(trace, path)
-
     again = load_trace(path, block_size=7)
     assert again.digest == trace.digest
     assert again.name == "round trip"

@@ -39,9 +39,6 @@ def tiny(name: str, **options) -> Trace:
     return make_workload(name, **{"num_requests": 150, "block_size": 4, **TINY[name], **options})
 
 
-# --- block ids
-
-
 @settings(max_examples=100)
 @given(
     st.integers(1, 7),
@@ -65,8 +62,6 @@ def test_two_prompts_share_a_block_iff_they_agree_up_to_its_end(block_size, prom
             assert prefix_of_id.setdefault(block_id, prefix) == prefix
             assert id_of_prefix.setdefault(prefix, block_id) == block_id
 
-
-# --- determinism and defaults
 
 DEFAULT_DIGESTS = {
     "shared_system_prompts": "b87fad6e6c0e26086c8ba4587a355c84",
@@ -99,9 +94,6 @@ def test_a_longer_workload_begins_with_the_shorter_one(name, num_requests):
     shorter = tiny(name, num_requests=num_requests)
     assert shorter.num_requests == num_requests
     assert shorter.digest == tiny(name).head(num_requests).digest
-
-
-# --- options
 
 
 def test_unknown_names_list_the_choices():
@@ -152,9 +144,6 @@ def test_options_may_lie_on_their_bounds(name, least):
 def test_rag_cannot_retrieve_more_documents_than_there_are():
     with pytest.raises(ValueError, match="documents_per_request must not exceed num_documents"):
         make_workload("rag", num_documents=3, documents_per_request=4)
-
-
-# --- draws
 
 
 @pytest.mark.parametrize("exponent", [0, 0.7, 1.0, 2.0])
