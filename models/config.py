@@ -383,7 +383,8 @@ class ModelConfig:
         get.setdefault("num_key_value_heads", need("num_attention_heads"))
         if "head_dim" not in get:
             get["head_dim"] = _head_dim(need("hidden_size"), get["num_attention_heads"])
-        at_least(1, "num_hidden_layers", need("num_hidden_layers"))
+        if at_least(1, "num_hidden_layers", need("num_hidden_layers")) > 10_000:
+            raise UnsupportedModel(f"num_hidden_layers={get['num_hidden_layers']}: at most 10,000")
         layers = _layer_types(get, family)
         activation = "hidden_activation" if "hidden_activation" in family.reads else "hidden_act"
         hidden_act = get[activation]

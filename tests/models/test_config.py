@@ -140,6 +140,7 @@ def test_missing_fields_and_other_types_are_refused_by_name():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"num_hidden_layers": 10**15}, "num_hidden_layers=1000.*: at most"),
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is unknown; choose from Llama"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),

@@ -187,7 +187,6 @@ def test_rope_is_that_of_llama_cpp(tmp_path):
     [
         ({"general__architecture": "mamba"}, "general.architecture='mamba' .*choose from llama"),
         ({"tokenizer__ggml__pre": "tekken"}, "tokenizer.ggml.pre='tekken' is not supported"),
-        ({"tokenizer__ggml__model": "llama"}, "tokenizer.ggml.model='llama' is not supported"),
         ({"llama__expert_count": 8}, "mixtures of experts are not supported"),
         ({"llama__rope__scaling__type": "default"}, "scaling.type='default' .*choose from none"),
         ({"llama__rope__scaling__yarn_ext_factor": 1.0}, "yarn_ext_factor=1.0 .*choose from 0.0"),
@@ -195,10 +194,8 @@ def test_rope_is_that_of_llama_cpp(tmp_path):
         ({"llama__rope__scaling__attn_factor": 0.5}, "llama.rope.scaling.attn_factor=0.5 is not"),
         ({"llama__rope__scaling__alpha": 2.0}, "llama.rope.scaling.alpha=2.0 is not supported"),
         ({"llama__attention__sliding_window": 8}, "llama.attention.sliding_window=8 is not"),
-        ({"llama__attention__value_length": 8}, "llama.attention.value_length=8 is not supported"),
         ({"llama__context_length": None}, "field 'llama.context_length' is missing"),
         ({"tokenizer__ggml__add_sep_token": True}, "tokenizer.ggml.add_sep_token=True is not"),
-        ({"tokenizer__ggml__pre": None}, "field 'tokenizer.ggml.pre' is missing"),
         ({"tokenizer__ggml__eot_token_id": 97}, "eot_token_id=97: there are 97 tokens"),
         ({"tokenizer__ggml__token_type": [3]}, "tokenizer.ggml.tokens: one is twice, or"),
         ({"tokenizer__ggml__merges": ["x y"]}, "Token .* out of vocabulary"),

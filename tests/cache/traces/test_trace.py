@@ -32,11 +32,8 @@ def json_lines(*records) -> bytes:
 
 
 def compressed(data: bytes, suffix: str) -> bytes:
-    if suffix.endswith(".gz"):
-        return gzip.compress(data)
-    if suffix.endswith(".zst"):
-        return zstandard.compress(data)
-    return data
+    compress = {"gz": gzip.compress, "zst": zstandard.compress}
+    return compress.get(suffix.rpartition(".")[2], bytes)(data)
 
 
 def written(folder: Path, data: bytes, name: str = "trace.jsonl") -> Path:
@@ -51,11 +48,8 @@ def requests_of(trace: Trace) -> list[tuple]:
 
 def trace_of(*block_id_lists, timestamps=None, block_size=1) -> Trace:
     timestamps = range(len(block_id_lists)) if timestamps is None else timestamps
-    return Trace.from_requests(
-        [(t, len(ids), 0, ids) for t, ids in zip(timestamps, block_id_lists, strict=True)],
-        name="t",
-        block_size=block_size,
-    )
+    rows = [(t, len(ids), 0, ids) for t, ids in zip(timestamps, block_id_lists, strict=True)]
+    return Trace.from_requests(rows, name="t", block_size=block_size)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".JSONL"])
