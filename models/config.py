@@ -147,8 +147,8 @@ ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 def _positive(name: str, value: object) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value < 2**63:
-        raise ValueError(f"{name}={value!r}: needs a positive number")
+    if not is_number or not 2**-63 < value < 2**63:
+        raise ValueError(f"{name}={value!r}: needs a positive number, 2**-63 to 2**63")
 
 
 def _one_of(name: str, value: object, choices: Iterable[str]) -> None:

@@ -132,7 +132,7 @@ def test_missing_fields_and_other_types_are_refused_by_name():
     sizes = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"}
     numbers = {"num_attention_heads", "max_position_embeddings", "rms_norm_eps", "rope_theta"}
     for name in sizes | numbers | {"tie_word_embeddings", "attention_bias", "mlp_bias"}:
-        for odd in ("8", ["x"], {"x": 1}, -1, math.nan) + (None,) * (name in sizes):
+        for odd in ("8", ["x"], {"x": 1}, -1, math.nan, 1e-320) + (None,) * (name in sizes):
             with pytest.raises(ValueError, match=rf"{name}(=|' is missing)"):
                 ModelConfig.from_dict(LLAMA_31 | {name: odd})
 
