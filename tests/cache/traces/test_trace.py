@@ -60,13 +60,10 @@ def test_reads_mooncake_lines(tmp_path, suffix):
         record(3, 512, 1, [8]),
     )
     trace = load_trace(written(tmp_path, compressed(data, suffix), "day one" + suffix))
-    assert trace.name == "day one"
-    assert trace.block_size == 512
+    assert (trace.name, trace.block_size) == ("day one", 512)
     assert requests_of(trace) == [
-        (0.0, 1000, 7, [0, 1]),
-        (2.5, 1500, 0, [0, 1, 2]),
-        (3.0, 512, 1, [3]),
-    ]
+        (0.0, 1000, 7, [0, 1]), (2.5, 1500, 0, [0, 1, 2]), (3.0, 512, 1, [3])
+    ]  # fmt: skip
     assert (len(trace), trace.num_requests) == (3, 3)
     assert (trace.num_block_references, trace.num_unique_blocks) == (6, 4)
     assert trace.has_blocks
@@ -81,10 +78,8 @@ def test_reads_azure_csv(tmp_path, suffix):
         (pytest.approx(52.001, abs=1e-9), 3180, 8, []),
         (60000.0, 110, 27, []),
     ]
-    assert not trace.has_blocks
-    assert trace.block_size is None
+    assert (trace.has_blocks, trace.block_size, trace.infinite_cache_hit_rate) == (False, None, 0)
     assert trace.num_unique_blocks == trace.num_block_references == 0
-    assert trace.infinite_cache_hit_rate == 0
 
 
 def test_reads_azure_csv_of_2024_with_time_zones_and_further_columns(tmp_path):
