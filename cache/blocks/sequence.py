@@ -190,7 +190,8 @@ def _check_mm_inputs(mm_inputs, num_prompt_tokens: int) -> tuple[MultiModalInput
     checked, end = [], 0
     for i, mm_input in enumerate(mm_inputs):
         if not isinstance(mm_input, tuple | list) or len(mm_input) != 3:
-            raise ValueError(f"mm_inputs[{i}]={shown(mm_input)}: needs (content_hash, offset, length)")
+            given = shown(mm_input)
+            raise ValueError(f"mm_inputs[{i}]={given}: needs (content_hash, offset, length)")
         content_hash = check_key(f"mm_inputs[{i}]: content_hash", mm_input[0], str | bytes)
         offset = as_int(f"mm_inputs[{i}]: offset", mm_input[1])
         length = as_int(f"mm_inputs[{i}]: length", mm_input[2])
