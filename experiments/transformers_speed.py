@@ -177,7 +177,7 @@ def _draw(rows: style.DataFrame) -> style.Figure:
             title=f"{phase}, threads: {threads}", xlabel="sequences x prompt tokens", ylim=(0, None)
         )
     axes[0].set_ylabel(f"tokens per second ({rows['model'].iloc[0]})")
-    figure.suptitle(", ".join(rows["cpu"].unique()))
+    axes[-1].set_xlabel(f"{axes[-1].get_xlabel()}\n{', '.join(rows['cpu'].unique())}")
     return style.shared_legend(figure, columns=2)
 
 
