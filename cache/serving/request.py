@@ -26,7 +26,7 @@ class Status(enum.Enum):
 
 class FinishReason(enum.StrEnum):
     STOP = "stop"
-    """The last token is an end-of-text or stop token."""
+    """The last token is an end-of-text or stop token, or completes a stop string."""
     LENGTH = "length"
     """It reached max_tokens, or the longest sequence that model and cache allow."""
     ABORT = "abort"

@@ -21,7 +21,7 @@ class SamplingParams:
     """Sampling parameters of one request.
 
     Attributes:
-        n: number of outputs of one prompt; they share its K/V.
+        n: number of outputs of one prompt, at most MAX_N; they share its K/V.
         temperature: logits are divided by it; 0 takes the most likely token.
         top_k: sample from the k most likely tokens only; 0 or -1 for all.
         top_p: among them, only the fewest whose probabilities sum up to top_p or more (nucleus
@@ -31,8 +31,8 @@ class SamplingParams:
         presence_penalty: subtracted once if the token is in the output.
         repetition_penalty: positive logits of tokens that the prompt or the output contains are
             divided by it, negative ones multiplied (Keskar et al., 2019); 1 for none.
-        seed: a request with a seed gets the same tokens whatever else is in the batch.  Each of n
-            outputs has its own noise.
+        seed: an int of 64 bits.  A request with a seed gets the same tokens whatever else is in the
+            batch.  Each of n outputs has its own noise.
         max_tokens: most tokens to generate; fewer if the model's context or the cache ends.
         min_tokens: nothing but max_tokens ends an output before it has this many tokens.
         stop: texts that end an output; its text ends before them, its tokens after.
