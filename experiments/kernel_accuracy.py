@@ -19,7 +19,7 @@ from experiments.bench.shapes import accuracy_columns, use_device
 from experiments.harness import Axis, Count, Experiment, Options, Repeated, grid, one_of
 
 if TYPE_CHECKING:
-    from kernels.testing.accuracy import Accuracy
+    from kernels.testing.cases import Case
 
 _DTYPES = {
     "float16": style.line(style.BLUE, "o"),
@@ -87,14 +87,14 @@ class KernelAccuracy(Options):
     def group(self) -> tuple[str, ...]:
         return self.kernel, self.dtype
 
-    def check(self, device: str) -> dict[str, Accuracy]:
-        """The accuracy of each result of a cell's kernel."""
+    def case(self, device: str) -> Case:
+        """The inputs of a cell's kernel."""
         import torch
 
         from kernels.testing.cases import make_case
 
         is_fp8 = self.dtype == "fp8"
-        case = make_case(
+        return make_case(
             self.kernel,
             **self.columns("block_size", "head_dim", "seed"),
             dtype=torch.bfloat16 if is_fp8 else getattr(torch, self.dtype),
@@ -102,7 +102,6 @@ class KernelAccuracy(Options):
             features=() if self.feature == "none" else (self.feature,),
             device=device,
         )
-        return case.judge()
 
 
 def cells(options: KernelAccuracy) -> Iterator[KernelAccuracy]:
@@ -130,7 +129,7 @@ def run_cell(cell: KernelAccuracy) -> list[dict[str, Any]]:
             **accuracy_columns(accuracy),
             "passed": accuracy.passed,
         }
-        for result, accuracy in cell.check(device).items()
+        for result, accuracy in cell.case(device).judge().items()
     ]
 
 

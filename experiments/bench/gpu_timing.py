@@ -4,25 +4,29 @@ Every sample starts with a cold L2: a buffer larger than it is read first, as
 `triton.testing.do_bench` overwrites one (`do_bench_cudagraph` does neither). With
 ``launch="graph"`` the work is captured in a CUDA graph and a sample is one replay, so neither
 launches nor Python are in the time. With ``launch="eager"`` a sample is a call on an idle GPU, so
-both are. Times are of the device's clock, between two events. Without a CUDA device there are no
+both are. Times are of the device's clock, between two events. Calls that are compared are timed in
+turns, so that a change of the card's clocks affects all of them. Without a CUDA device there are no
 times.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
 Launch = Literal["graph", "eager"]
-Ceiling = Literal["copy", "device_to_host", "host_to_device"]
+Ceiling = Literal["copy", "read", "device_to_host", "host_to_device"]
 _MIN_SAMPLES, _MAX_SAMPLES = 7, 300
 _FLUSH_BYTES = 256 * 2**20
 _COPIED_BYTES, _TRANSFERRED_BYTES = 2**31, 2**28
 _MATMUL_SIZE = 8192
+_TOLERANCE = 1.05
+"""Shares of a measured peak up to which a time is taken for its noise."""
 
 
 class Times(NamedTuple):
@@ -34,41 +38,74 @@ class Times(NamedTuple):
     samples: int = 0
 
 
+class ImpossibleTime(Exception):
+    """A time shorter than its bytes or operations need at the card's measured peak."""
+
+
 def time_call(
     call: Callable[[], object], *, launch: Launch = "graph", budget_ms: float = 60.0
 ) -> Times:
-    """Time ``call``, which works on the current CUDA device.
+    """``time_calls`` for one call."""
+    return time_calls({"call": (call, launch)}, budget_ms=budget_ms)["call"]
+
+
+def time_calls(
+    calls: Mapping[str, tuple[Callable[[], object], Launch]], *, budget_ms: float = 60.0
+) -> dict[str, Times]:
+    """Time calls that work on the current CUDA device, one sample of each in turn.
 
     budget_ms: device time to spend on samples, the overwriting of L2 included; at least 7 samples
-    are taken.  Raises RuntimeError without a CUDA device, and for a graph of work that cannot be
-    captured.
+    of each call are taken.  Raises RuntimeError without a CUDA device, and for a graph of work that
+    cannot be captured.
     """
     if not torch.cuda.is_available():
         raise RuntimeError("there is no CUDA device to time on")
-    for _ in range(2):  # compile, and load modules
-        call()
+    for call, _ in calls.values():
+        for _ in range(2):  # compile, and load modules
+            call()
     torch.cuda.synchronize()
-    timed = _captured(call) if launch == "graph" else call
+    timed = {
+        name: (_captured(call) if launch == "graph" else call, launch)
+        for name, (call, launch) in calls.items()
+    }
     flush = _l2_buffer().sum  # reads: written lines would be written back during the call
 
-    def sample(count: int) -> tuple[list[float], float]:
-        """``count`` times of the call, and the time of all this, in milliseconds."""
-        pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
-        for start, end in pairs:
+    def sample(count: int) -> tuple[np.ndarray, float]:
+        """Times, (count, calls), and the time of all this, in milliseconds."""
+        pairs = []
+        for call, launch in list(timed.values()) * count:
+            pairs.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
             flush()
             if launch == "eager":  # or the flush would hide the host's work for the call
                 torch.cuda.synchronize()
-            start.record()
-            timed()
-            end.record()
+            pairs[-1][0].record()
+            call()
+            pairs[-1][1].record()
         torch.cuda.synchronize()
-        return [start.elapsed_time(end) for start, end in pairs], pairs[0][0].elapsed_time(end)
+        times = np.reshape([start.elapsed_time(end) for start, end in pairs], (count, -1))
+        return times, pairs[0][0].elapsed_time(pairs[-1][1])
 
     _, total_ms = sample(3)
-    per_sample = max(total_ms / 3, 1e-3)
-    count = max(_MIN_SAMPLES, min(_MAX_SAMPLES, int(budget_ms / per_sample)))
+    per_round = max(total_ms / 3, 1e-3)
+    count = max(_MIN_SAMPLES, min(_MAX_SAMPLES, int(budget_ms / per_round)))
     times, _ = sample(count)
-    return Times(*map(float, 1e3 * np.quantile(times, (0.2, 0.5, 0.8))), samples=count)
+    quantiles = 1e3 * np.quantile(times, (0.2, 0.5, 0.8), axis=0)
+    return {
+        name: Times(*map(float, of_call), samples=count)
+        for name, of_call in zip(timed, quantiles.T, strict=True)
+    }
+
+
+def clocks_mhz() -> tuple[int, int] | None:
+    """The clocks of the card's multiprocessors and memory at this moment; None without
+    nvidia-smi."""
+    command = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem", "--format=csv,noheader,nounits"]
+    try:
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        sm, memory = lines.splitlines()[torch.cuda.current_device()].split(",")
+        return int(sm), int(memory)
+    except (OSError, subprocess.CalledProcessError, ValueError, IndexError):
+        return None
 
 
 def _captured(call: Callable[[], object]) -> Callable[[], None]:
@@ -80,18 +117,26 @@ def _captured(call: Callable[[], object]) -> Callable[[], None]:
 
 @functools.lru_cache(maxsize=1)
 def _l2_buffer() -> torch.Tensor:
-    l2_bytes = torch.cuda.get_device_properties().L2_cache_size
-    return torch.zeros(max(_FLUSH_BYTES, 4 * l2_bytes), dtype=torch.int8, device="cuda")
+    return torch.zeros(max(_FLUSH_BYTES, 4 * _l2_bytes()), dtype=torch.int8, device="cuda")
+
+
+def _l2_bytes() -> int:
+    return torch.cuda.get_device_properties().L2_cache_size
 
 
 @functools.lru_cache
 def copy_bandwidth(ceiling: Ceiling = "copy") -> float:
     """Bytes per second of a large copy on the device, or between it and pinned host memory.
 
-    On the device bytes read and bytes written both count.
+    On the device bytes read and bytes written both count.  For "read" it is the rate of a sum, if
+    that exceeds a copy's.
     """
-    num_elements = (_COPIED_BYTES if ceiling == "copy" else _TRANSFERRED_BYTES) // 2
+    num_elements = (_TRANSFERRED_BYTES if "host" in ceiling else _COPIED_BYTES) // 2
     on_device = torch.empty(num_elements, dtype=torch.bfloat16, device="cuda").normal_()
+    if ceiling == "read":
+        words = on_device.view(torch.float32)
+        seconds = 1e-6 * time_call(lambda: torch.sum(words), budget_ms=100).p50_us
+        return max(words.nbytes / seconds, copy_bandwidth())
     if ceiling == "copy":
         other = torch.empty_like(on_device)
     else:
@@ -116,36 +161,34 @@ def matmul_rate() -> float:
 
 
 def timed_columns(
-    call: Callable[[], object],
-    *,
-    num_bytes: float,
-    flops: float,
-    ceiling: Ceiling = "copy",
-    launch: Launch,
-    budget_ms: float,
+    times: Times, *, num_bytes: float, flops: float, ceiling: Ceiling = "copy", launch: Launch
 ) -> dict[str, Any]:
-    """Columns: times of ``call`` and rates that follow; without a CUDA device all None.
+    """Columns: ``times`` of a call and rates that follow; the rates are None without times.
 
     num_bytes, flops: the least that the call must move and compute. The peaks are measured with a
-    copy and a matrix product on this card in this process; the fractions are shares of them.
+    copy or a sum, and a matrix product, on this card in this process; the fractions are shares of
+    them.  ``above_peak`` explains a fraction above 1.  Raises ImpossibleTime if nothing does.
     """
-    columns = {
-        "launch": launch,
-        "l2": "cold",
-        "bytes": num_bytes,
-        "flops": flops,
-        **Times()._asdict(),
-    }
+    columns = {"launch": launch, "l2": "cold", "bytes": num_bytes, "flops": flops}
+    columns |= times._asdict()
     names = ("gb_per_s", "tflop_per_s", "peak_gb_per_s", "peak_tflop_per_s")
-    columns |= dict.fromkeys((*names, "bandwidth_fraction", "matmul_fraction"))
-    if not torch.cuda.is_available():
+    columns |= dict.fromkeys((*names, "bandwidth_fraction", "matmul_fraction", "above_peak"))
+    if times.p50_us is None:
         return columns
     bandwidth, rate = copy_bandwidth(ceiling), matmul_rate()
-    times = time_call(call, launch=launch, budget_ms=budget_ms)
     seconds = times.p50_us * 1e-6
+    share = max(num_bytes / seconds / bandwidth, flops / seconds / rate)
+    if num_bytes / seconds > bandwidth and num_bytes <= _l2_bytes():
+        columns["above_peak"] = "its bytes fit L2, so what it writes need not reach memory in time"
+    elif share > _TOLERANCE:
+        raise ImpossibleTime(
+            f"{times.p50_us:.1f} us for {num_bytes:.3g} bytes and {flops:.3g} operations is "
+            f"{share:.2f} of the measured peak"
+        )
+    elif share > 1:
+        columns["above_peak"] = "noise of the measured peak"
     return {
         **columns,
-        **times._asdict(),
         "gb_per_s": num_bytes / seconds / 1e9,
         "tflop_per_s": flops / seconds / 1e12,
         "peak_gb_per_s": bandwidth / 1e9,

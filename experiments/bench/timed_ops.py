@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,7 @@ OPS = {
     "gate": "gated_activation",
 }
 _CEILINGS: dict[str, Ceiling] = {"swap_out": "device_to_host", "swap_in": "host_to_device"}
+_CEILINGS |= dict.fromkeys(("decode", "prefill", "cascade"), "read")
 """The measured rate that the bytes per second of an op are compared with, if not a copy's."""
 _QUERIES_CHECKED = 16
 Part = tuple[Case, Callable[[Any], Any]]
@@ -76,7 +77,8 @@ class Problem:
         return max(judged.values(), key=lambda accuracy: accuracy.error / accuracy.bound)
 
 
-def _case(shape: Shape, device: torch.device) -> Case:
+def case_of(shape: Shape, device: torch.device) -> Case:
+    """Inputs of an op at ``shape``; on the device meta without memory."""
     sizes = {name: getattr(shape, name) for name in ("num_q_heads", "num_kv_heads", "head_dim")}
     sizes |= {name: getattr(shape, name) for name in ("block_size", "num_layers", "seed")}
     options = {}
@@ -145,7 +147,7 @@ def _problem(shape: Shape, case: Case) -> Problem:
     calls, rows = {OURS: case.call}, [(seq, 0, 1) for seq in _some(shape.batch)]
     if shape.op in ("norm", "gate"):
         calls["torch"] = functools.partial(case.call, getattr(reference, case.op))
-    if shape.op in _CEILINGS:
+    if shape.op in ("swap_out", "swap_in"):
         pairs = case.inputs["src_to_dst"].cpu()
         calls[COPY_ENGINE] = functools.partial(
             _by_copy_engine, **case.inputs | {"src_to_dst": pairs}
@@ -209,55 +211,101 @@ def refusal(shape: Shape, implementation: str) -> str | None:
 _kept: dict[Shape, Problem] = {}
 
 
-def problem_of(shape: Shape) -> Problem:
-    """The problem at ``shape``. The last one is kept; it is freed before the next is made, since
-    the inputs of either may fill the card."""
+def problem_of(shape: Shape, *beside: Shape) -> Problem:
+    """The problem at ``shape``.
+
+    It is kept.  Before it is made, all others except ``beside`` are freed, since the inputs of one
+    may fill the card.
+    """
     if shape not in _kept:
-        release()
-        _kept[shape] = _problem(shape, _case(shape, use_device()))
+        release(*beside)
+        _kept[shape] = _problem(shape, case_of(shape, use_device()))
     return _kept[shape]
 
 
-def release() -> None:
-    """Free the device memory of the last problem."""
-    _kept.clear()
+def release(*keep: Shape) -> None:
+    """Free the device memory of the problems at all shapes but ``keep``."""
+    for shape in set(_kept) - set(keep):
+        del _kept[shape]
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def run(cell: Timed) -> dict[str, Any]:
-    """The row of a cell: an implementation at a shape, its accuracy and its times.
+    """``run_in_turns`` for one cell.  Raises Unavailable if the implementation cannot run here."""
+    (row,) = run_in_turns([cell])
+    if isinstance(row, Unavailable):
+        raise row
+    return row
 
-    Times are None without a CUDA device. Raises Unavailable where the implementation cannot run
-    here, and WrongResult.
+
+def run_in_turns(cells: Sequence[Timed]) -> list[dict[str, Any] | Unavailable]:
+    """The row of each cell: an implementation at a shape, its accuracy and its times.
+
+    The calls are timed in turns.  Times are None without a CUDA device.  A cell whose
+    implementation cannot run here has the reason in place of a row.  Raises WrongResult and
+    ImpossibleTime.
+    """
+    found: list[tuple[Problem, Accuracy] | Unavailable] = []
+    for cell in cells:
+        try:
+            found.append(_judged(cell, *(other.shape for other in cells)))
+        except torch.OutOfMemoryError as error:
+            release()
+            found.append(Unavailable(str(error).split(". ")[0]))
+        except Unavailable as reason:
+            found.append(reason)
+    ready = {cell: one for cell, one in zip(cells, found, strict=True) if isinstance(one, tuple)}
+    times = dict.fromkeys(ready, gpu_timing.Times())
+    if ready and torch.cuda.is_available():
+        calls = {
+            cell: (problem.implementations[cell.implementation], _launch(cell))
+            for cell, (problem, _) in ready.items()
+        }
+        times = gpu_timing.time_calls(calls, budget_ms=sum(cell.budget_ms for cell in ready))
+    rows = {
+        cell: {
+            **cell.shape.columns(),
+            "implementation": cell.implementation,
+            **accuracy_columns(accuracy),
+            **gpu_timing.timed_columns(
+                times[cell],
+                num_bytes=problem.case.num_bytes,
+                flops=problem.case.flops,
+                ceiling=_CEILINGS.get(cell.shape.op, "copy"),
+                launch=_launch(cell),
+            ),
+        }
+        for cell, (problem, accuracy) in ready.items()
+    }
+    return [rows.get(cell, one) for cell, one in zip(cells, found, strict=True)]
+
+
+def _launch(cell: Timed) -> gpu_timing.Launch:
+    """Eager where a call waits for the device, which no graph can capture."""
+    name, is_prefill = cell.implementation, cell.shape.op == "prefill"
+    waits = is_prefill and name in BASELINES and BASELINES[name].prefill_syncs
+    return "eager" if waits or name == COPY_ENGINE else "graph"
+
+
+def _judged(cell: Timed, *beside: Shape) -> tuple[Problem, Accuracy]:
+    """The problem of a cell and the accuracy of its implementation.
+
+    Raises Unavailable where it cannot run here, and WrongResult.
     """
     shape, name = cell.shape, cell.implementation
     if reason := refusal(shape, name):
         raise Unavailable(f"{name}: {reason}")
-    try:
-        problem = problem_of(shape)
-        if cell.source:
-            other = OTHERS[name]
-            num_splits = other.num_splits(shape.batch, shape.num_kv_heads)
-            prepare = functools.partial(other.load(cell.source.path), problem.case.inputs)
-            problem.implementations[name] = _prepared_once(lambda: prepare(num_splits))
-        accuracy = problem.judged(name)
-        if not accuracy.passed:
-            raise WrongResult(
-                f"{name} is wrong: error {accuracy.error:.3g}, bound {accuracy.bound:.3g}; "
-                "no time is reported"
-            )
-        waits = shape.op == "prefill" and name in BASELINES and BASELINES[name].prefill_syncs
-        waits |= name == COPY_ENGINE
-        times = gpu_timing.timed_columns(
-            problem.implementations[name],
-            num_bytes=problem.case.num_bytes,
-            flops=problem.case.flops,
-            ceiling=_CEILINGS.get(shape.op, "copy"),
-            launch="eager" if waits else "graph",
-            budget_ms=cell.budget_ms,
+    problem = problem_of(shape, *beside)
+    if cell.source:
+        other = OTHERS[name]
+        num_splits = other.num_splits(shape.batch, shape.num_kv_heads)
+        prepare = functools.partial(other.load(cell.source.path), problem.case.inputs)
+        problem.implementations[name] = _prepared_once(lambda: prepare(num_splits))
+    accuracy = problem.judged(name)
+    if not accuracy.passed:
+        raise WrongResult(
+            f"{name} is wrong: error {accuracy.error:.3g}, bound {accuracy.bound:.3g}; "
+            "no time is reported"
         )
-    except torch.OutOfMemoryError as error:
-        release()
-        raise Unavailable(str(error).split(". ")[0]) from None
-    return {**shape.columns(), "implementation": name, **accuracy_columns(accuracy), **times}
+    return problem, accuracy

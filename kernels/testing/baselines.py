@@ -254,7 +254,11 @@ class FlexAttention(Baseline):
         mask = flex_mask(block_tables, context_lens, *k_cache.shape[:2], max_seqlen_q)
         keys, values = (cache.flatten(0, 1).transpose(0, 1)[None] for cache in (k_cache, v_cache))
         queries = q.unflatten(0, (batch, max_seqlen_q)).transpose(1, 2)
-        attend = torch.compile(flex_attention, dynamic=False) if q.is_cuda else flex_attention
+        attend = flex_attention
+        if q.is_cuda:
+            # After eight shapes PyTorch would run the function uncompiled, and says nothing.
+            torch.compiler.reset()
+            attend = torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
         def call() -> torch.Tensor:
             out = attend(queries, keys, values, block_mask=mask, enable_gqa=True)

@@ -100,7 +100,7 @@ def test_running_out_of_memory_becomes_a_reason(monkeypatch):
     def full(shape, device):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB. GPU 0 has ...")
 
-    monkeypatch.setattr(timed_ops, "_case", full)
+    monkeypatch.setattr(timed_ops, "case_of", full)
     timed_ops.release()
     with pytest.raises(Unavailable, match=r"^CUDA out of memory$"):
         run(SHAPES["decode"])

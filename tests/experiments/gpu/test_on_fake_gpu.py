@@ -24,7 +24,7 @@ HEADS = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 16}
 def small_gpu(fake_gpu, monkeypatch):
     """Rates of small copies and products, and few samples."""
     sizes = {"_FLUSH_BYTES": 64, "_COPIED_BYTES": 4096, "_TRANSFERRED_BYTES": 4096}
-    sizes |= {"_MATMUL_SIZE": 32, "_MIN_SAMPLES": 1, "_MAX_SAMPLES": 1}
+    sizes |= {"_MATMUL_SIZE": 32, "_MIN_SAMPLES": 1, "_MAX_SAMPLES": 1, "_TOLERANCE": float("inf")}
     for name, size in sizes.items():
         monkeypatch.setattr(gpu_timing, name, size)
     cached = (gpu_timing._l2_buffer, gpu_timing.copy_bandwidth, gpu_timing.matmul_rate)
