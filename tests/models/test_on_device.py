@@ -1,0 +1,52 @@
+"""The engine gives the tokens of transformers on a GPU, and on a CPU with interpreted kernels."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from models import SamplingParams
+from tests.models.tiny import oracle_tokens, tokens_of
+
+MAX_TOKENS = 6
+SHARED = [(i * 37 + 11) % 97 for i in range(14)]
+PROMPTS = [SHARED, [*SHARED[:9], 1, 2, 3], [5], SHARED]
+SCARCE = {"block_size": 4, "num_blocks": 8, "max_num_batched_tokens": 8, "max_model_len": 24}
+"""Prompts are computed in chunks, and the cache is too small for all requests at a time."""
+
+
+@pytest.fixture(scope="module")
+def expected(make_checkpoint):
+    """expected(checkpoint) -> greedy tokens of transformers for each prompt, on the CPU in fp32."""
+
+    @functools.cache
+    def generate(checkpoint):
+        _, oracle = make_checkpoint(checkpoint)
+        return [oracle_tokens(oracle, prompt, MAX_TOKENS) for prompt in PROMPTS]
+
+    return generate
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("variant", [0, 1])
+@pytest.mark.parametrize(
+    ("manager", "preemption", "checkpoint"),
+    [("vllm_v1", "swap", "qwen3"), ("radix", "recompute", "gemma2")],
+)
+def test_tokens_are_those_of_transformers(
+    manager, preemption, checkpoint, variant, overlap, device, make_llm, expected
+):
+    """Without and with CUDA graphs on a GPU; with the backends "torch" and "triton" on a CPU."""
+    variants = [{"attention_backend": name} for name in ("torch", "triton")]
+    if device.type == "cuda":
+        variants = [{"cuda_graphs": has_graphs} for has_graphs in (False, True)]
+    options = SCARCE | variants[variant] | {"manager": manager, "preemption": preemption}
+    llm = make_llm(checkpoint, device=device, dtype="float32", overlap=overlap, **options)
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
+    outputs = llm.generate(PROMPTS, params)
+    assert tokens_of(outputs) == expected(checkpoint)
+    stats = [output.stats for output in outputs]
+    assert any(one.num_preemptions for one in stats)
+    assert any(one.num_cached_tokens for one in stats)
+    assert any(one.num_swapped_tokens for one in stats) == (preemption == "swap")
