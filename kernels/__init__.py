@@ -28,6 +28,7 @@ from triton.runtime.jit import JITFunction
 from kernels.add_rms_norm import add_rms_norm
 from kernels.apply_rotary_embedding import apply_rotary_embedding
 from kernels.copy_blocks import copy_blocks
+from kernels.fences import add_fences
 from kernels.gated_activation import gated_activation
 from kernels.merge_attention_states import merge_attention_states
 from kernels.paged_decode_attention import paged_decode_attention
@@ -40,6 +41,7 @@ from kernels.slot_mapping_from_positions import slot_mapping_from_positions
 from kernels.store_kvcache import store_kvcache
 from kernels.swap_blocks import swap_blocks
 
+add_fences()
 if INTERPRETED:
     from kernels.interpreter import hasten
 

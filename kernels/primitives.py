@@ -90,7 +90,7 @@ def wide_product(indices, stride):
 
     Widened without sign, 32-bit factors take one instruction of the GPU; with it, five.
     """
-    stride = tl.to_tensor(stride)  # a stride of 1 is a constant
+    stride = tl.zeros((), tl.int32) + stride  # a tensor, though a stride of 1 is a constant
     if stride.dtype == tl.int32:
         stride = stride.to(tl.uint32)
     return indices.to(tl.uint32).to(tl.int64) * stride.to(tl.int64)

@@ -9,12 +9,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
-import triton
 
 from kernels.primitives import INTERPRETED
 
@@ -296,18 +294,7 @@ def prefill_tile(
     program. Products of converted keys and values are waited for anyway. On sm_100 Triton 3.7.1 has
     no barrier between the warps' loads of the scores from tensor memory and the next product, which
     overwrites them.
-
-    Raises:
-        RuntimeError: Triton is older than 3.7.1 and the products would be asynchronous.
     """
-    is_asynchronous = target.backend == "cuda" and target.arch in (90, 100, 103)
-    version = tuple(map(int, re.findall(r"\d+", triton.__version__)[:3]))
-    if is_asynchronous and version < (3, 7, 1):
-        raise RuntimeError(
-            f"prefill on compute capability {target.arch / 10} needs Triton 3.7.1 or later, got "
-            f"{triton.__version__}: older versions let products read keys and values from shared "
-            "memory without a fence (fence.proxy.async) after the copies that wrote them"
-        )
     if forced := target.forced_tile("prefill_tile"):
         return forced
     if target.backend == "interpreter":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -19,7 +18,6 @@ from kernels.tiles import (
     few_queries,
     force_target,
     prefill_chunking,
-    prefill_tile,
     prefix_num_splits,
     target_of,
 )
@@ -51,21 +49,6 @@ def test_decode_tile_is_one_that_the_kernel_can_run(head_dim_padded, dtype, targ
         if target.backend == "cuda" and dtype != torch.float32:
             limit = 1024 * SHARED_BYTES[target.arch]
             assert kv_bytes < limit / PROGRAMS_PER_MULTIPROCESSOR
-
-
-@pytest.mark.parametrize("arch", [80, 90, 100])
-@pytest.mark.parametrize(
-    ("version", "has_fence"),
-    [("3.6.0", False), ("3.7.0+git1234", False), ("3.7.1", True), ("3.10.0", True)],
-)
-def test_triton_without_the_fence_is_refused_where_prefill_needs_it(
-    arch, version, has_fence, monkeypatch
-):
-    monkeypatch.setattr("triton.__version__", version)
-    prefill_tile.cache_clear()
-    works = has_fence or arch == 80
-    with nullcontext() if works else pytest.raises(RuntimeError, match="without a fence"):
-        prefill_tile(128, torch.bfloat16, Target("cuda", arch, 132))
 
 
 @pytest.mark.parametrize(

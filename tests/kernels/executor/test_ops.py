@@ -205,7 +205,7 @@ BREAKS = {
     r"@!?%p\d+ ((?:ld|st)\.global)": (r"\1", "OUT_OF_BOUNDS"),
     r"\bsetp\.lt\.s(32|64)\b": (r"setp.le.s\1", "OUT_OF_BOUNDS"),
     r"(\b(?:st\.shared|ldmatrix)\S* .*?\[ ?%r\d+) ?(?:\+ ?0 ?)?\]": (
-        r"\1+64]", "OUT_OF_BOUNDS COPY_IN_FLIGHT",
+        r"\1+1048576]", "OUT_OF_BOUNDS",
     ),
     r"^\s*fence\.proxy\.async\S*;$": ("", "FENCE"),
     r"^\s*wgmma\.fence\S*;$": ("", "FENCE"),
