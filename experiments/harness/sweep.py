@@ -28,6 +28,8 @@ from experiments.harness.workers import Executor, Outcome, Task, run_locally
 log = logging.getLogger("experiments")
 log.setLevel(logging.INFO)
 
+_ASSEMBLE_SECONDS = 10
+"""The table of a running sweep, which may be killed, is at most this much behind its cells."""
 _MOST_LISTED = 10
 """Failed cells, or wrong rows, that the console lists."""
 
@@ -77,13 +79,14 @@ def run_sweep(
     jobs: int | None = None,
     fresh: bool = False,
     cluster: RayCluster | None = None,
+    execute: Executor | None = None,
 ) -> SweepReport:
     """Run the unfinished cells of the grid, write ``out/<experiment>/<device>/`` and draw its
     figures.
 
     ``jobs`` is the number of worker processes (None: one a core; one for timed cells and on a
-    GPU), ``fresh`` runs finished cells again, ``cluster`` runs the cells on its machines.  A cell
-    that raises is reported, not raised.
+    GPU), ``fresh`` runs finished cells again, ``cluster`` runs the cells on its machines,
+    ``execute`` in place of worker processes.  A cell that raises is reported, not raised.
 
     Raises OptionsError for options that the grid cannot serve and for a folder that cannot be made,
     FolderInUse if another sweep is writing to it.
@@ -112,7 +115,7 @@ def run_sweep(
             if tasks:
                 environment = (cluster.describe if cluster else describe)(experiment, _command())
                 run = {"device": device, **environment, "seed": options.seed}
-                here = partial(run_locally, jobs=jobs)
+                here = execute or partial(run_locally, jobs=jobs)
                 sweep.run(tasks, partial(cluster.run, experiment) if cluster else here, run)
         finally:
             sweep.assemble()
@@ -201,10 +204,14 @@ class _Sweep:
             unit="cell",
             disable=not sys.stderr.isatty(),
         )
+        assembled = time.monotonic()
         with progress, contextlib.closing(execute(tasks)) as outcomes:
             for outcome in outcomes:
                 self._settle(outcome, run_id)
                 progress.update()
+                if time.monotonic() - assembled > _ASSEMBLE_SECONDS:
+                    self.assemble()
+                    assembled = time.monotonic()
 
     def _settle(self, outcome: Outcome, run_id: str) -> None:
         """Store a finished cell, or log why it has no result."""

@@ -83,6 +83,11 @@ def _plain(rows: Any) -> list[dict[str, Any]]:
     return rows
 
 
+def run_here(tasks: Sequence[Task]) -> Generator[Outcome]:
+    """Run ``tasks`` in this process, one after the other."""
+    yield from map(execute, tasks)
+
+
 def run_locally(tasks: Sequence[Task], *, jobs: int) -> Generator[Outcome]:
     """Run ``tasks`` in up to ``jobs`` processes, which end with the generator.
 

@@ -121,7 +121,7 @@ def _errors(rows: pd.DataFrame, found: Constants, bar: tuple[float, float]) -> d
 
 
 @functools.cache
-def _band(phase: str) -> tuple[float, float]:
+def band(phase: str) -> tuple[float, float]:
     """5th and 95th percentile of modelled / measured of all Triton rows, their GPU left out."""
     rows = _judged()
     found = [
@@ -163,7 +163,7 @@ def _ours(gpu: str) -> list[dict[str, Any]]:
     times = measured.pivot_table("microseconds", [*_SHAPE, "lengths"], "kernel", aggfunc="min")
     times = times.reindex(columns=list(_OTHERS)).add_prefix("measured_").add_suffix("_us")
     modelled = microseconds(gpu, launches(ours), constants(gpu, gpu not in FITTED))
-    low, high = np.array([_band(phase) for phase in ours["phase"]]).T
+    low, high = np.array([band(phase) for phase in ours["phase"]]).T
     table = ours[["gpu", *_SHAPE, "block_size", "lengths"]].assign(
         part="ours",
         modelled_us=modelled,

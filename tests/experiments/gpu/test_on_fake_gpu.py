@@ -5,15 +5,17 @@ On the stand-in of ``tests/fake_cuda.py``; kernels are interpreted, and the time
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pandas as pd
 import pytest
 import torch
 
-from experiments import kernel_accuracy
+from experiments import kernel_accuracy, predictions
 from experiments.bench import gpu_timing, timed_ops
-from experiments.gpu import kernel_latency
+from experiments.bench.shapes import Shape
+from experiments.gpu import contact, kernel_latency
 from experiments.harness.environment import device_slug
 from kernels.testing import baselines
 
@@ -105,3 +107,39 @@ def test_accuracy():
     assert {row["kernel"] for row in rows} == set(kernels)
     assert not any(row["interpreted"] for row in rows)
     assert all(row["passed"] for row in rows)
+
+
+def test_the_stages_of_a_first_contact(small_gpu, tmp_path, monkeypatch):
+    """Their own code at tiny sizes; all tables and the summary are written."""
+    shape = Shape(op="decode", batch=2, context_len=9, block_size=4, **HEADS)
+    pair = (shape, dataclasses.replace(shape, batch=1))
+    monkeypatch.setattr(predictions, "KERNELS", ((shape,), pair))
+    monkeypatch.setattr(predictions, "_OTHERS", ("flash_attn_2", "gather_sdpa"))
+    known = pd.DataFrame({"gpu": "H200-SXM", "name": [predictions.name_of(shape)]})
+    known = known.assign(predicted=1e9, low=0.0, high=2e9)
+    known.to_csv(tmp_path / "rows.csv")
+    (tmp_path / "environment.json").write_text(
+        '{"commit": "abc", "started": "2026-11-26", "packages": {"triton": "3.0.1"}}'
+    )
+    monkeypatch.setattr(predictions, "TABLE", tmp_path / "rows.csv")
+    few = {"dtype": ("float16",), "head_dim": (16,), "feature": ("none",)}
+    tiny = {
+        "kernel_accuracy": few | {"kernel": ("store_kvcache",), "block_size": (7,)},
+        "engine": {"model": "tiny", "bench_requests": 3, "scale": 64, "num_requests": 4},
+    }
+    said = []
+    for name in ("ceilings", "smoke", "headline"):
+        steps = tuple(
+            dataclasses.replace(step, options=step.options | tiny.get(step.experiment, {}))
+            for step in contact.STAGES[name].steps
+        )
+        stage = dataclasses.replace(contact.STAGES[name], steps=steps)
+        monkeypatch.setitem(contact.STAGES, name, stage)
+        contact.run_stage(name, tmp_path, lambda *line: said.append(line))
+    assert not [line for line in said if "FAILED" in line[1] or "Error" in line[1]], said
+    rows = pd.read_csv(tmp_path / "predictions/nvidia-h200/rows.csv").set_index("name")
+    ours, *others = rows.loc[predictions.name_of(shape)].to_dict("records")
+    assert ours["ratio"] == pytest.approx(ours["p50_us"] / 1e9)
+    assert ours["verdict"].startswith("holds; predicted for Triton 3.0.1, measured with 3.")
+    assert ours["predicted_at"] == "abc"
+    assert "flash_attn cannot be imported" in others[0]["verdict"]

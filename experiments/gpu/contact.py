@@ -1,0 +1,368 @@
+"""``pagelab gpu``: what a GPU can tell in minutes, the most important first.
+
+    python -m experiments gpu --seconds 560
+    python -m experiments gpu --stages tests policies --archive back.tar.gz
+
+It needs PyTorch, Triton, pandas and pytest, no installation of this repository and no network.  A
+stage is a process with a limit.  It runs experiments, whose cells are stored one by one, or tests.
+So a stage, or all of them, may be killed at any time: what was found stays, and the same command
+goes on.  Meanwhile the other cores compile what later stages launch.
+
+Results are in ``--out``, as of ``pagelab run``, without figures (``pagelab plot`` draws them), and
+``first_contact/summary.md`` shows the predictions beside what was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import importlib.metadata
+import multiprocessing
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from experiments.bench.shapes import OURS
+from experiments.harness import Absent, run_here, run_sweep
+from experiments.harness.store import write_atomically
+from experiments.registry import EXPERIMENTS
+
+_ROOT = Path(__file__).parents[2]
+_FORK = multiprocessing.get_context("fork")
+"""A stage inherits what the parent has imported; the parent never touches the GPU."""
+_ARCHIVE_SECONDS = 10
+_GRACE = {signal.SIGINT: 8, signal.SIGKILL: 5}
+"""Seconds that a stage has to end after each signal: on the first it writes its tables."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Cells of an experiment."""
+
+    experiment: str
+    options: dict[str, Any]
+    implementations: tuple[str, ...] = ()
+    """Only these; all if empty."""
+    jobs: int | None = None
+    """Worker processes.  None: the cells run in the stage's own process."""
+
+    def cells(self) -> Iterator[Any]:
+        """The cells on this machine."""
+        experiment = EXPERIMENTS[self.experiment]
+        for cell in experiment.checked_cells(self._chosen()):
+            name = getattr(cell, "implementation", None)
+            if isinstance(cell, Absent) or not self.implementations or name in self.implementations:
+                yield cell
+
+    def _chosen(self) -> Any:
+        return dataclasses.replace(EXPERIMENTS[self.experiment].options, **self.options)
+
+    def __call__(self, out: Path) -> Iterator[str]:
+        experiment = dataclasses.replace(
+            EXPERIMENTS[self.experiment],
+            cells=lambda _: self.cells(),
+            plot=lambda rows, folder: [],
+        )
+        execute = run_here if self.jobs is None else None
+        report = run_sweep(experiment, self._chosen(), out=out, jobs=self.jobs, execute=execute)
+        yield f"{self.experiment}: {report}"
+        yield from (f"WRONG {row}" for row in report.wrong)
+        yield from (f"failed {cell}" for cell in report.failed)
+        yield from (f"absent ({count}) {reason}" for reason, count in report.unavailable.items())
+
+
+@dataclass(frozen=True)
+class Tests:
+    """Device tests, in as many processes as there are cores, up to 12."""
+
+    options: tuple[str, ...]
+
+    def __call__(self, out: Path) -> Iterator[str]:
+        parallel = ["-n", str(min(12, os.cpu_count() or 1))] if _has("pytest-xdist") else []
+        words = ["pytest", "--on-device", "-q", "--tb=short", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", *words, *parallel, *self.options]
+        log = (out / "first_contact" / "pytest.txt").open("a")
+        with log, subprocess.Popen(
+            command, cwd=_ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as process:  # fmt: skip
+            last = ""
+            for line in process.stdout:
+                log.write(line)
+                log.flush()
+                last = line.strip() or last
+                if line.startswith(("FAILED", "ERROR")):
+                    yield line.strip()
+        yield f"pytest {' '.join(self.options)}: {last} (status {process.returncode})"
+
+
+def sanitizer(out: Path) -> Iterator[str]:
+    """The cells of ``smoke`` under compute-sanitizer."""
+    if (tool := shutil.which("compute-sanitizer")) is None:
+        yield "compute-sanitizer is not installed"
+        return
+    command = [tool, "--tool", "memcheck", "--target-processes", "all", sys.executable, "-m"]
+    command += ["experiments", "gpu", "--stages", "smoke", "--out", str(out / "sanitizer")]
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    done = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True)
+    yield from (line for line in done.stdout.splitlines() if "ERROR SUMMARY" in line)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Steps, the fewest seconds that are worth a start, and the most that they may take."""
+
+    least: float
+    most: float
+    steps: tuple[Callable[[Path], Iterator[str]], ...]
+    idle_cores: bool = False
+    """Whether times need the other cores to be idle."""
+
+
+_HALF = ("bfloat16", "fp8")
+_SOME = {"block_size": (16,), "head_dim": (128,)}
+STAGES = {
+    "ceilings": Stage(10, 45, (Sweep("predictions", {"part": ("ceilings",)}),)),
+    "smoke": Stage(20, 75, (
+        Sweep("kernel_accuracy", _SOME | {"dtype": _HALF, "feature": ("none", "split", "window")}),
+    )),
+    "races": Stage(20, 60, (Tests(("-k", "repeats")),)),
+    "headline": Stage(20, 110, (Sweep("predictions", {"part": ("kernels",)}),), idle_cores=True),
+    "block_size": Stage(25, 75, (
+        Sweep("block_size", {"part": ("latency",)}, ("pagelab", "flash_attn_2")),
+    ), idle_cores=True),
+    "engine": Stage(40, 90, (
+        Sweep("predictions", {"part": ("engine",)}),
+        Sweep("engine", {"part": ("throughput",)}),
+    ), idle_cores=True),
+    "policies": Stage(40, 100, (Sweep("engine", {"part": ("policy",)}),), idle_cores=True),
+    "tests": Stage(60, 180, (Tests(("-k", "not repeats")),)),
+    "engine_more": Stage(40, 120, (
+        Sweep("engine", {"part": ("block_size", "manager", "transformers")}),
+    ), idle_cores=True),
+    "latency": Stage(30, 120, (
+        Sweep("kernel_latency", {
+            "part": ("decode", "prefill", "cascade", "norm", "gate", "store", "copy", "swap_out"),
+            "batch": (1, 8, 32, 256), "context_len": (512, 2048, 8192), "budget_ms": 20.0,
+            "prefill": ((1, 512, 8192), (1, 16, 32768), (16, 256, 4096), (64, 4, 4096)),
+            "prefix_len": (1024, 32768), "cascade_batch": (1, 16, 256),
+        }, ("pagelab", "paged_decode", "torch", "copy_engine", "flash_attn_2", "flash_attn_3")),
+    ), idle_cores=True),
+    "accuracy": Stage(30, 120, (
+        Sweep("kernel_accuracy", {"block_size": (16, 24), "head_dim": (64, 128)}, jobs=12),
+    )),
+    "launches": Stage(20, 40, (Sweep("overhead", {"part": ("launch",)}),), idle_cores=True),
+    "fp8": Stage(30, 90, (Sweep("fp8_quality", {}),)),
+    "sanitizer": Stage(45, 120, (sanitizer,)),
+}  # fmt: skip
+"""In the order of their worth."""
+
+_SHOWN = {
+    "predictions": ("name", "implementation", "unit", "predicted", "measured", "ratio", "verdict",
+                    "ours_over_this", "bandwidth_fraction", "matmul_fraction", "above_peak"),
+    "block_size": ("implementation", "context_len", "block_size", "p50_us", "bandwidth_fraction"),
+    "engine": ("part", "system", "graphs", "overlap", "policy", "manager", "pool_percent",
+               "block_size", "seconds", "output_tokens_per_s", "hit_rate", "replay_hit_rate",
+               "first_token_s_mean"),
+}  # fmt: skip
+"""Columns of the tables in the summary."""
+
+
+def _has(package: str) -> bool:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return bool(importlib.metadata.version(package))
+    return False
+
+
+class Log:
+    """Lines with their time, on the console and in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._began = path, time.time()
+
+    def __call__(self, stage: str, text: str) -> None:
+        line = f"{time.time() - self._began:6.1f} s  {stage}: {text}"
+        print(line, flush=True)
+        with self.path.open("a") as file:
+            file.write(line + "\n")
+
+
+def run_stage(name: str, out: Path, log: Callable[[str, str], None]) -> None:
+    """Run the steps of a stage in this process; an error of one ends this step alone."""
+    for step in STAGES[name].steps:
+        try:
+            for line in step(out):
+                log(name, line)
+        except Exception as error:
+            log(name, f"{type(error).__name__}: {str(error)[:400]}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command line; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="pagelab gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--seconds", type=float, default=560, help="for all stages together")
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    parser.add_argument("--archive", type=Path, help="one file with all results, kept up to date")
+    options = parser.parse_args(arguments)
+    if not options.seconds > 0:
+        parser.error(f"--seconds {options.seconds:g}: needs a number above 0")
+    end = time.monotonic() + options.seconds
+    for module in ("torch", "kernels.testing.cases", "models"):  # once, for all stages
+        importlib.import_module(module)
+
+    with ProcessPoolExecutor(1, _FORK) as other:
+        capability = other.submit(_capability).result()
+    if capability is None:
+        print("error: needs a CUDA GPU that PyTorch finds; there is none", file=sys.stderr)
+        return 2
+    folder = options.out / "first_contact"
+    folder.mkdir(parents=True, exist_ok=True)
+    log, arch = Log(folder / "log.txt"), "sm_{}{}".format(*capability)
+    log("start", _describe())
+    compiling = _FORK.Process(target=_compile_ahead, args=(options.stages, arch, log))
+    compiling.start()
+    try:
+        for name in options.stages:
+            stage, left = STAGES[name], end - time.monotonic() - 5
+            if stage.idle_cores:
+                compiling.join(min(40, max(0, left / 3)))
+            if left < stage.least:
+                log(name, f"not started: {left:.0f} s are left, it needs {stage.least:.0f} s")
+                continue
+            process = _FORK.Process(target=_in_child, args=(name, options.out, log))
+            process.start()
+            limit = time.monotonic() + min(stage.most, left)
+            while process.is_alive() and (rest := limit - time.monotonic()) > 0:
+                process.join(min(_ARCHIVE_SECONDS, rest))
+                _archive(options)
+            if process.is_alive():
+                log(name, f"cut off after {min(stage.most, left):.0f} s; its cells so far are kept")
+            elif process.exitcode:
+                log(name, f"its process died, status {process.exitcode}")
+            _end(process)
+            _summarise(options)
+    finally:
+        _end(compiling)
+        _summarise(options)
+    print((folder / "summary.md").read_text())
+    return 0
+
+
+def _describe() -> str:
+    names = ("torch", "triton", "flash_attn", "numpy", "zstandard", "pytest-xdist")
+    found = [f"{name} {importlib.metadata.version(name)}" for name in names if _has(name)]
+    return f"Python {platform.python_version()}, {', '.join(found)}, {os.cpu_count()} cores"
+
+
+def _capability() -> tuple[int, int] | None:
+    """Compute capability of the GPU, None without one."""
+    import torch
+
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
+def _in_child(name: str, out: Path, log: Log) -> None:
+    """A stage, which leads a group of processes and ends with its parent."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    with contextlib.suppress(KeyboardInterrupt):
+        run_stage(name, out, log)
+
+
+def _end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os.killpg(0, signal.SIGKILL)
+
+
+def _end(process: multiprocessing.Process) -> None:
+    """End a process and all that it started."""
+    for how, seconds in _GRACE.items():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, how)
+        process.join(seconds)
+
+
+def _compile_ahead(stages: list[str], arch: str, log: Log) -> None:
+    """Compile what the sweeps of ``stages`` launch, in their order; nothing is launched."""
+    os.setsid()
+    os.nice(5)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    began = time.time()
+    steps = [step for name in stages for step in STAGES[name].steps]
+    cells = [cell for step in steps if isinstance(step, Sweep) for cell in step.cells()]
+    with ProcessPoolExecutor(max(1, (os.cpu_count() or 1) - 3), _FORK) as pool:
+        count = sum(pool.map(partial(compile_cell, arch), cells))
+    log("compile", f"{count} kernels for {arch} in {time.time() - began:.0f} s")
+
+
+def compile_cell(arch: str, cell: Any) -> int:
+    """Compile what our kernels of a cell launch, into Triton's cache; returns their number."""
+    import torch
+
+    from experiments.bench import timed_ops
+    from kernels.compiled.architectures import ARCHITECTURES
+    from kernels.compiled.compile import compile_call
+
+    if getattr(cell, "implementation", OURS) != OURS:
+        return 0
+    meta, count = torch.device("meta"), 0
+    shapes = getattr(cell, "shapes", ()) or ([cell.shape] if hasattr(cell, "shape") else [])
+    cases = [partial(timed_ops.case_of, shape, meta) for shape in shapes]
+    cases += [partial(cell.case, "meta")] if hasattr(cell, "case") else []
+    for case in cases:
+        with contextlib.suppress(Exception):  # the cell will say what is wrong
+            count += len(compile_call(case().call, ARCHITECTURES[arch]))
+    return count
+
+
+def _summarise(options: argparse.Namespace) -> None:
+    """Write the log and the tables of this GPU as one page."""
+    import pandas as pd
+
+    folder = options.out / "first_contact"
+    text = ["# First contact", "", "```", (folder / "log.txt").read_text(), "```"]
+    for name, columns in _SHOWN.items():
+        for path in _of_gpus(options.out, f"{name}/*/rows.csv"):
+            rows = pd.read_csv(path)
+            shown = rows[[column for column in columns if column in rows]].dropna(axis=1, how="all")
+            table = shown.to_string(index=False, float_format="{:.4g}".format, na_rep="")
+            text += ["", f"## {name}, {path.parent.name}", "", "```", table, "```"]
+    write_atomically(folder / "summary.md", "\n".join(text) + "\n")
+
+
+def _of_gpus(out: Path, pattern: str) -> list[Path]:
+    return [path for path in sorted(out.glob(pattern)) if "cpu" not in path.parts]
+
+
+def _archive(options: argparse.Namespace) -> None:
+    """Everything of this GPU in one file."""
+    if options.archive is None:
+        return
+    part = options.archive.with_suffix(".part")
+    with tarfile.open(part, "w:gz") as tar:
+        for folder in (options.out / "first_contact", *_of_gpus(options.out, "*/*/")):
+            tar.add(folder, folder.relative_to(options.out))
+    part.replace(options.archive)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

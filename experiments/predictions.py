@@ -1,0 +1,303 @@
+"""What this project's models predict for an H100 and an H200, before one of them was measured here.
+
+Times of kernels are modelled as in ``kernel_time``; the band is the 5th to 95th percentile of the
+model's error on SGLang's and vLLM's kernels.  A ratio of two times depends less on the constants of
+the card, so its band is 10 %, chosen before any measurement.  nano-vLLM's benchmark is served by
+the engine on ``GpuClock`` with a host time of 1 ms a step; 0 and 2 ms are its band.
+
+On a GPU the same command measures what was predicted.  Our kernel takes turns with the other
+implementations that are installed, see ``bench/gpu_timing.py``.  Predictions come from the
+committed table, never from today's model.  ``ratio`` is measured over predicted.  A prediction
+holds if the measured value lies in its band.  The part ``ceilings`` measures what the card gives at
+most.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.metadata
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from experiments import kernel_time, style
+from experiments.bench.shapes import OURS, Shape, Timed, use_device
+from experiments.harness import Axis, Experiment, Options, Positive, Unavailable
+from experiments.harness.environment import cuda_available
+
+CARDS = ("H100-SXM", "H200-SXM")
+TABLE = Path(__file__).parents[1] / "results/predictions/cpu/rows.csv"
+"""The committed predictions; environment.json beside it has their date and commit."""
+_OTHERS = ("flash_attn_3", "flash_attn_2", "flex_attention", "gather_cudnn", "gather_sdpa")
+_PAGED = 256
+"""Block size of the others, which refuse smaller ones or copy the context anyway."""
+_RATIO_BAND = 0.1
+_HOST_MS = (0, 1, 2)
+"""Assumed host times of a step: low, predicted and high."""
+_BENCH = "nano-vLLM's benchmark, Qwen3-0.6B, 133,966 tokens"
+
+
+def _decode(batch: int, context_len: int, block_size: int = 16, kv: str | None = None) -> Shape:
+    sizes = {"context_len": context_len, "block_size": block_size, "kv_dtype": kv}
+    return Shape(op="decode", batch=batch, **sizes)
+
+
+def _prefill(batch: int, tokens: int) -> Shape:
+    return Shape(op="prefill", batch=batch, query_len=tokens, context_len=tokens, block_size=16)
+
+
+_FP8 = "float8_e4m3fn"
+KERNELS: tuple[tuple[Shape, ...], ...] = (
+    *((_decode(64, 4096, size, kv),) for kv in (None, _FP8) for size in (16, 256)),
+    *((_prefill(1, tokens),) for tokens in (4096, 16384)),
+    (_decode(64, 4096, 16), _decode(64, 4096, 256)),
+    (_decode(64, 4096, 16, _FP8), _decode(64, 4096, 16)),
+    (_decode(64, 4096, 256, _FP8), _decode(64, 4096, 256)),
+    (_prefill(1, 16384), _prefill(1, 4096)),
+    *((_decode(*sizes),) for sizes in ((1, 4096), (1, 32768), (256, 512), (256, 1024))),
+    *((_decode(64, tokens),) for tokens in (1024, 16384)),
+    *((_prefill(*sizes),) for sizes in ((1, 2048), (1, 8192), (4, 2048))),
+    (_decode(64, 16384), _decode(64, 4096)),
+    (_prefill(4, 2048), _prefill(1, 4096)),
+)
+"""Shapes, or pairs of which the ratio is predicted, the most important first; 32 query and 8 KV
+heads of 128."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predictions(Options):
+    """The grid: parts."""
+
+    part: Axis[Literal["ceilings", "kernels", "engine"]] = ("ceilings", "kernels", "engine")
+    budget_ms: Positive = 40.0
+    """Device time for the samples of an implementation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predicted(Options):
+    part: str
+    card: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured(Options):
+    part: str
+    shapes: tuple[Shape, ...] = ()
+    """One, or two of which the ratio is measured."""
+    budget_ms: float
+
+
+def cells(options: Predictions) -> Iterator[Predicted | Measured]:
+    for part in options.part:
+        if cuda_available():
+            for shapes in KERNELS if part == "kernels" else [()]:
+                yield Measured(part=part, shapes=shapes, budget_ms=options.budget_ms)
+        elif part != "ceilings":
+            yield from (Predicted(part=part, card=card) for card in CARDS)
+
+
+def run_cell(cell: Predicted | Measured) -> list[dict[str, Any]]:
+    if isinstance(cell, Predicted):
+        rows = (_predict_engine if cell.part == "engine" else _predict_kernels)(cell.card)
+        pending = {"measured": None, "ratio": None, "verdict": "predicted, not yet measured"}
+        return [{"gpu": cell.card, "part": cell.part, **row, **pending} for row in rows]
+    use_device()
+    measure = {"ceilings": _measure_ceilings, "engine": _measure_engine}
+    rows = measure.get(cell.part, _measure_kernels)(cell)
+    return [{"gpu": _card_here(), "part": cell.part, **row} for row in rows]
+
+
+def name_of(*shapes: Shape) -> str:
+    """A shape, or two shapes of which the ratio is meant, in words."""
+    return " / ".join(
+        f"{shape.op} {shape.batch} x {shape.context_len:,}, "
+        f"{'fp8' if shape.kv_dtype else 'bf16'}, block {shape.block_size}"
+        for shape in shapes
+    )
+
+
+def _predict_kernels(card: str) -> list[dict[str, Any]]:
+    """With the fastest kernel that others measured at the same shape on the same card."""
+    import pandas as pd
+
+    from experiments import gpu_times
+
+    names = ["phase", "batch_size", "context_tokens", "kv_dtype"]
+    heads = {"q_heads": 32, "kv_heads": 8, "head_dim": 128}
+    measured = gpu_times.rows("attention", gpu=card).sort_values("microseconds")
+    same = (measured[list(heads)] == list(heads.values())).all(axis=1)
+    fastest = measured[same].drop_duplicates(names).set_index(names)
+
+    def key(shape: Shape) -> tuple[str, int, int, str]:
+        return shape.op, shape.batch, shape.context_len, "fp8" if shape.kv_dtype else "bfloat16"
+
+    rows = []
+    for shapes in KERNELS:
+        table = pd.DataFrame(map(key, shapes), columns=names).assign(
+            gpu=card, engine="pagelab", lengths="even", **heads,
+            block_size=[shape.block_size for shape in shapes],
+            query_tokens=[shape.query_len for shape in shapes],
+        )  # fmt: skip
+        found = kernel_time.constants(card, card not in kernel_time.FITTED)
+        us = kernel_time.microseconds(card, kernel_time.launches(table), found).tolist()
+        row = {"name": name_of(*shapes), "unit": "us" if len(us) == 1 else "ratio"}
+        if len(us) == 1:
+            low, high = kernel_time.band(shapes[0].op)
+            row |= {"predicted": us[0], "low": us[0] / high, "high": us[0] / low}
+            if key(shapes[0]) in fastest.index:
+                best = fastest.loc[key(shapes[0])]
+                row |= {"others_us": float(best["microseconds"]), "others": best["kernel"]}
+        else:
+            ratio = us[0] / us[1]
+            row |= {"predicted": ratio, "low": ratio * (1 - _RATIO_BAND)}
+            row |= {"high": ratio * (1 + _RATIO_BAND)}
+        rows.append({**row, "basis": kernel_time.BASIS})
+    return rows
+
+
+def _predict_engine(card: str) -> list[dict[str, Any]]:
+    """Nothing for a card that ``GpuClock`` has no times of."""
+    from cache import make_manager
+    from cache.serving import open_loop
+    from experiments import gpu_times
+    from experiments.engine import nano_vllm_requests
+    from experiments.load.gpu_clock import HONEST, GpuClock
+
+    if card not in gpu_times.read(gpu_times.TABLES["cards"])["card"].to_list():
+        return []
+    prompts, outputs = nano_vllm_requests()
+    limits, seconds = {"max_num_seqs": 256, "max_num_batched_tokens": 8192}, []
+    for host_ms in _HOST_MS:
+        manager = make_manager("vllm_v1", num_blocks=30_000, block_size=16)
+        engine = open_loop.engine_without_model(manager, **limits, max_model_len=4096)
+        clock = GpuClock("qwen3-0.6b", card, host_seconds=host_ms / 1000, **limits)
+        run = open_loop.serve(engine, prompts, outputs, [0.0] * len(prompts), service=clock)
+        seconds.append(run.seconds)
+    band = dict(zip(("low", "predicted", "high"), seconds, strict=True))
+    return [{"name": _BENCH, "unit": "s", **band, "basis": f"{HONEST} Host time: 0, 1, 2 ms."}]
+
+
+@functools.cache
+def _card_here() -> str:
+    """The card that predictions are for, else the name of the GPU."""
+    import torch
+
+    name = torch.cuda.get_device_name()
+    return next((card for card in CARDS if card.removesuffix("-SXM") in name), name)
+
+
+def _judged(name: str, measured: float) -> dict[str, Any]:
+    """Columns: the committed prediction of ``name`` with its commit and date, and the verdict."""
+    import pandas as pd
+
+    columns = {"name": name, "measured": measured, "verdict": "no prediction"}
+    if not TABLE.exists():
+        return columns
+    rows = pd.read_csv(TABLE)
+    rows = rows[(rows["gpu"] == _card_here()) & (rows["name"] == name)]
+    for known in rows[["predicted", "low", "high"]].to_dict("records"):
+        run = json.loads(TABLE.with_name("environment.json").read_text())
+        holds = known["low"] <= measured <= known["high"]
+        columns |= known | {"ratio": measured / known["predicted"]}
+        here, there = importlib.metadata.version("triton"), run["packages"]["triton"]
+        columns["verdict"] = "holds" if holds else "refuted"
+        if here != there:
+            columns["verdict"] += f"; predicted for Triton {there}, measured with {here}"
+        columns |= {"predicted_at": run["commit"], "predicted_on": run["started"]}
+    return columns
+
+
+def _measure_kernels(cell: Measured) -> list[dict[str, Any]]:
+    """Of one shape also the other implementations; they share no cache with ours but the card."""
+    from experiments.bench import gpu_timing, timed_ops
+
+    timed = [Timed(shape=s, implementation=OURS, budget_ms=cell.budget_ms) for s in cell.shapes]
+    if len(timed) == 1 and not cell.shapes[0].kv_dtype:
+        shape = dataclasses.replace(cell.shapes[0], block_size=_PAGED)
+        timed += [dataclasses.replace(timed[0], shape=shape, implementation=n) for n in _OTHERS]
+    clocks = f"{gpu_timing.clocks_mhz()} before"
+    found = timed_ops.run_in_turns(timed)
+    clocks += f", {gpu_timing.clocks_mhz()} after"
+    ours = found[: len(cell.shapes)]
+    for row in ours:
+        if isinstance(row, Unavailable):
+            raise row
+    name = name_of(*cell.shapes)
+    if len(ours) == 2:
+        ratio = ours[0]["p50_us"] / ours[1]["p50_us"]
+        return [{**_judged(name, ratio), "unit": "ratio", "clocks_mhz": clocks}]
+    rows = [{**_judged(name, ours[0]["p50_us"]), "unit": "us", **ours[0], "clocks_mhz": clocks}]
+    for one, row in zip(timed[1:], found[1:], strict=True):
+        about = {"name": name, "unit": "us", "implementation": one.implementation}
+        if isinstance(row, Unavailable):
+            rows.append({**about, "verdict": str(row)})
+        else:
+            over = {"ours_over_this": ours[0]["p50_us"] / row["p50_us"]}
+            rows.append({**about, "measured": row["p50_us"], **row, **over, "clocks_mhz": clocks})
+    return rows
+
+
+def _measure_engine(cell: Measured) -> list[dict[str, Any]]:
+    from experiments.engine import nano_vllm_seconds
+
+    return [{**_judged(_BENCH, nano_vllm_seconds()), "unit": "s"}]
+
+
+def _measure_ceilings(cell: Measured) -> list[dict[str, Any]]:
+    """Rates, and times of CUDA graphs of small kernels."""
+    import torch
+
+    from experiments.bench import gpu_timing
+
+    found = [
+        (name, "GB/s", gpu_timing.copy_bandwidth(name) / 1e9)
+        for name in ("copy", "read", "device_to_host", "host_to_device")
+    ]
+    found.append(("matmul", "TFLOP/s", gpu_timing.matmul_rate() / 1e12))
+    one = torch.zeros(64, device="cuda")
+    for count in (1, 10, 100):
+        times = gpu_timing.time_call(lambda count=count: [one.add_(1) for _ in range(count)])
+        found.append((f"graph of {count} small kernels", "us", times.p50_us))
+    clocks = {"clocks_mhz": str(gpu_timing.clocks_mhz())}
+    return [dict(zip(("name", "unit", "measured"), row, strict=True)) | clocks for row in found]
+
+
+def _draw(rows: style.DataFrame) -> style.Figure | None:
+    """Bands around the prediction, and measured values where there are some, a panel per card."""
+    rows = rows.dropna(subset="predicted") if "predicted" in rows else rows.head(0)
+    if rows.empty:
+        return None
+    cards, names = list(rows.groupby("gpu", sort=False)), [*dict.fromkeys(rows["name"])]
+    height = 0.6 + 0.21 * len(names)
+    figure, axes, _ = style.panel_grid(len(cards), height=height, width=3.6, columns=2)
+    for axis, (card, some) in zip(axes, cards, strict=True):
+        places = some["name"].map(names.index)
+        low, high = (100 * some[end] / some["predicted"] for end in ("low", "high"))
+        axis.hlines(places, low, high, color=style.BLUE, label="predicted: band")
+        measured = 100 * some["measured"].astype(float) / some["predicted"]
+        axis.plot(measured, places, label="measured", **style.dots(style.ORANGE, "D"))
+        for place, row in zip(places, some.itertuples(), strict=True):
+            number = f"{row.predicted:,.0f}" if row.predicted >= 100 else f"{row.predicted:.3g}"
+            axis.annotate(f"{number} {row.unit}", (101, place), fontsize=5, va="bottom")
+        axis.axvline(100, **style.BOUND)
+        shown = [name.replace(" / ", "\n/ ") for name in names]
+        style.name_rows(axis, shown, shown=axis is axes[0])
+        state = "" if measured.notna().any() else ": not yet measured"
+        axis.set(title=f"{card}{state}", xlabel="% of the predicted value")
+    return style.shared_legend(figure, columns=2)
+
+
+EXPERIMENT = Experiment(
+    name="predictions",
+    figure="times predicted for an H100 and an H200, beside the measured ones on such a GPU",
+    options=Predictions(),
+    quick=Predictions(part=("ceilings", "kernels")),
+    cells=cells,
+    run_cell=run_cell,
+    plot=style.plotter({"predictions": _draw}),
+    gpu="optional",
+    timed=True,
+)

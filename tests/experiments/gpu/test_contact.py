@@ -1,0 +1,119 @@
+"""``pagelab gpu``: stages with limits, whose results survive an end at any moment.
+
+The stages themselves are rehearsed in test_on_fake_gpu.py.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+
+from experiments.gpu import contact
+from experiments.gpu.contact import Stage
+
+
+def hang(out):
+    """A stage that has a result and ignores an interrupt; so does a process that it started."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    (out / "predictions/nvidia").mkdir(parents=True)
+    (out / "predictions/nvidia/rows.csv").write_text("name,verdict\nfirst shape,holds\n")
+    yield f"child {child.pid}"
+    time.sleep(1000)
+
+
+def crash(out):
+    os.abort()
+    yield
+
+
+def raises(out):
+    yield "before"
+    raise RuntimeError("CUDA error: an illegal memory access")
+
+
+def h100():
+    return 9, 0
+
+
+@pytest.fixture
+def gpu_run(monkeypatch, tmp_path, capfd):
+    """gpu_run(stages, *arguments) -> (status, what the log says); the GPU is assumed."""
+    monkeypatch.setattr(contact, "_capability", h100)
+    monkeypatch.setattr(contact, "_GRACE", {signal.SIGINT: 0.2, signal.SIGKILL: 5})
+    monkeypatch.setattr(contact, "_ARCHIVE_SECONDS", 0.2)
+
+    def run(stages, *arguments):
+        monkeypatch.setattr(contact, "STAGES", stages)
+        words = ["--out", str(tmp_path), "--stages", *stages, *arguments]
+        status = contact.main(words)
+        capfd.readouterr()
+        return status, (tmp_path / "first_contact/log.txt").read_text()
+
+    return run
+
+
+def test_a_stage_that_hangs_or_dies_costs_itself_alone(gpu_run, tmp_path):
+    stages = {"hang": (hang,), "crash": (crash,), "raise": (raises, raises), "long": ()}
+    stages = {name: Stage(0, 2, steps) for name, steps in stages.items()}
+    stages["long"] = Stage(1000, 1000, ())
+    archive = tmp_path / "back.tar.gz"
+    status, log = gpu_run(stages, "--archive", str(archive), "--seconds", "60")
+    assert status == 0
+    assert "hang: cut off after 2 s; its cells so far are kept" in log
+    assert f"crash: its process died, status {-signal.SIGABRT}" in log
+    assert log.count("raise: before") == 2, "an error of a step ends this step alone"
+    assert "raise: RuntimeError: CUDA error: an illegal memory access" in log
+    assert "long: not started" in log
+    summary = (tmp_path / "first_contact/summary.md").read_text()
+    assert "first shape" in summary
+    with tarfile.open(archive) as tar:
+        assert "predictions/nvidia/rows.csv" in tar.getnames()
+    child = Path("/proc", log.partition("child ")[2].split()[0], "cmdline")
+    assert not child.exists() or not child.read_text(), "it is gone, or dead and not reaped"
+
+
+def test_the_device_tests_are_run_and_their_failures_are_lines(tmp_path):
+    (tmp_path / "first_contact").mkdir()
+    [line] = contact.Tests(("-k", "repeats"))(tmp_path)
+    assert "--on-device: needs a CUDA GPU that PyTorch finds; there is none (status 4)" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [([], "needs a CUDA GPU"), (["--seconds", "0"], "--seconds 0: needs a number above 0"),
+     (["--stages", "smok"], "invalid choice: 'smok'")],
+)  # fmt: skip
+def test_what_cannot_run_says_why(arguments, says, tmp_path, capsys):
+    try:
+        status = contact.main(["--out", str(tmp_path), *arguments])
+    except SystemExit as end:
+        status = end.code
+    assert status == 2
+    assert says in capsys.readouterr().err
+
+
+COMPILE = """
+from experiments import predictions
+from experiments.gpu.contact import STAGES, compile_cell
+
+pair = next(shapes for shapes in predictions.KERNELS if len(shapes) == 2)
+cells = [predictions.Measured(part="kernels", shapes=pair, budget_ms=1)]
+cells += list(STAGES["smoke"].steps[0].cells())[:1]
+print([compile_cell("sm_90", cell) for cell in cells])
+"""
+
+
+@pytest.mark.slow
+def test_kernels_of_the_stages_are_compiled_ahead():
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COMPILE]
+    printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert printed.stdout == "[4, 1]\n"
