@@ -12,7 +12,7 @@ from tests.models.tiny import oracle_tokens, tokens_of
 MAX_TOKENS = 6
 SHARED = [(i * 37 + 11) % 97 for i in range(14)]
 PROMPTS = [SHARED, [*SHARED[:9], 1, 2, 3], [5], SHARED]
-SCARCE = {"block_size": 4, "num_blocks": 8, "max_num_batched_tokens": 8, "max_model_len": 24}
+SCARCE = {"block_size": 4, "num_blocks": 8, "max_num_seqs": 4, "max_num_batched_tokens": 8}
 """Prompts are computed in chunks, and the cache is too small for all requests at a time."""
 
 
