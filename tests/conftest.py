@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,6 +63,20 @@ def pytest_configure(config):
         import torch
 
         torch.set_num_threads(1)
+
+
+def pytest_ignore_collect(collection_path, config):
+    """With --on-device, leave out files without a test on the device, and folders of such files.
+
+    Those files may import packages that a GPU machine lacks.
+    """
+    if not config.getoption("--on-device"):
+        return None
+    is_file = collection_path.is_file()
+    files = [collection_path] if is_file else collection_path.rglob("test_*.py")
+    takes_device = re.compile(r"^def test_\w+\([^)]*\bdevice\b", re.MULTILINE)
+    is_wanted = any(takes_device.search(file.read_text()) for file in files)
+    return None if is_wanted else True
 
 
 def pytest_collection_modifyitems(config, items):

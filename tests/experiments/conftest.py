@@ -20,7 +20,7 @@ import pandas as pd
 import pytest
 
 import cache
-from experiments import cli, style
+from experiments import style
 from experiments.harness import sweep
 from experiments.harness.workers import Outcome, Task, execute, run_locally
 from experiments.overhead.launch import Launch
@@ -160,6 +160,8 @@ def command(inputs) -> Callable[..., str]:
     """
 
     def run(*words: object) -> str:
+        from experiments import cli  # needs tyro, which a GPU machine may lack
+
         printed = io.StringIO()
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
             patch.setattr(style, "save", _SAVE)
