@@ -23,6 +23,8 @@ from printed import printed_by
 
 # A thread may spill so much outside loops, once: which kernels do depends on the version of Triton.
 MAX_LOCAL_BYTES = 32
+SPARE_BYTES = 2**30
+"""GPU memory that huge tensors leave to the other tests."""
 # Seconds. Less than pytest's limit, so that a process that hangs is shown with its output.
 SUBPROCESS_LIMIT = 1200
 COMPILE_SHIPPED = """
@@ -78,18 +80,45 @@ def _poisoned_memory(poisoned_memory):
     return poisoned_memory
 
 
+def _shared_by_workers(tmp_path_factory) -> Path:
+    """A folder that all pytest-xdist workers of this run have in common."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
 @pytest.fixture
-def huge_tensor(device):
-    """Make tensors of several GiB; only touched pages exist."""
+def huge_tensor(device, tmp_path_factory):
+    """Make zeroed tensors of several GiB. On a CPU only touched pages exist. On a GPU one test at a
+    time has such tensors, and is skipped if they do not fit."""
+    if device.type == "cpu":
 
-    def make(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
-        if device.type != "cpu":
-            return torch.zeros(shape, dtype=dtype, device=device)
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000
-        memory = mmap.mmap(-1, dtype.itemsize * math.prod(shape), flags=flags)
-        return torch.frombuffer(memory, dtype=dtype).view(shape)
+        def make(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000
+            memory = mmap.mmap(-1, dtype.itemsize * math.prod(shape), flags=flags)
+            return torch.frombuffer(memory, dtype=dtype).view(shape)
 
-    return make
+        yield make
+        return
+
+    storages = []
+
+    def make_on_gpu(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+        taken = sum(storage.nbytes() for storage in storages)
+        needed = taken + dtype.itemsize * math.prod(shape)
+        free = taken + torch.cuda.mem_get_info(device)[0]
+        if needed > free - SPARE_BYTES:
+            sizes = f"{needed / 2**30:.1f} GiB or more of GPU memory, {free / 2**30:.1f} GiB"
+            pytest.skip(f"needs {sizes} are free")
+        tensor = torch.zeros(shape, dtype=dtype, device=device)
+        storages.append(tensor.untyped_storage())
+        return tensor
+
+    with FileLock(_shared_by_workers(tmp_path_factory) / "huge_tensor.lock"):
+        torch.cuda.empty_cache()
+        yield make_on_gpu
+        for storage in storages:  # the traceback of a failed test refers to them
+            storage.resize_(0)
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture
@@ -149,8 +178,7 @@ def shipped_resources(tmp_path_factory, compiling_process):
     None spills in a loop, or more than MAX_LOCAL_BYTES.
     A selection is compiled once for all pytest-xdist workers; across runs Triton's cache serves.
     """
-    shared = tmp_path_factory.getbasetemp()
-    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+    shared = _shared_by_workers(tmp_path_factory)
 
     def resources(arch: str, ops: tuple[str, ...], match: str) -> list[dict]:
         path = shared / f"resources-{'-'.join((arch, *ops, match))}.jsonl"
