@@ -1,4 +1,4 @@
-"""The command line: list, run, plot, reproduce, report, try, check."""
+"""The command line: list, run, plot, reproduce, report, try, check, gpu."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Annotated
 import tyro
 from tyro.extras import SubcommandApp
 
+from experiments.gpu import contact
 from experiments.harness import (
     Experiment,
     FolderInUse,
@@ -98,6 +99,7 @@ def _app(arguments: list[str]) -> SubcommandApp:
     app.command(_report, name="report")
     app.command(_try, name="try")
     app.command(_check, name="check")
+    app.command(lambda: contact.main([]), name="gpu", help="Measure on the GPU of this machine.")
     return app
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from dataclasses import dataclass
-from typing import Annotated, Literal
-
-import tyro
+from typing import Literal
 
 from cache import UnsupportedByDesign
 from cache.serving.outputs import RequestOutput
@@ -23,16 +21,16 @@ class Arguments:
     model: str | None = None
     """A checkpoint: folder, GGUF file, or name on the Hugging Face hub.  By default the SmolLM2 of
     `make model`."""
-    prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    prompt: tuple[str, ...] = ()
     """A prompt; may be given several times."""
-    prompt_ids: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    prompt_ids: tuple[str, ...] = ()
     """A prompt as token ids, separated by commas; may be given several times."""
     chat: bool = False
     """Each prompt is a user's message, formatted by the checkpoint's chat template."""
     max_tokens: int | None = None
     """By default the checkpoint's, else 64.  From its generation_config.json come temperature,
     top-k, top-p, min-p and the repetition penalty, too."""
-    stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    stop: tuple[str, ...] = ()
     """A text that ends an output; may be given several times."""
     temperature: float | None = None
     top_k: int | None = None
@@ -68,9 +66,14 @@ class Arguments:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns its exit status."""
-    args = tyro.cli(Arguments, prog="python -m models.generate", args=arguments)
-    options = {k: v for k, v in vars(args).items() if k not in ("prompt", "prompt_ids", "chat")}
     try:
+        import tyro
+
+        repeated = (tyro.conf.UseAppendAction,)
+        args = tyro.cli(
+            Arguments, prog="python -m models.generate", args=arguments, config=repeated
+        )
+        options = {k: v for k, v in vars(args).items() if k not in ("prompt", "prompt_ids", "chat")}
         prompts = [*args.prompt, *map(_token_ids, args.prompt_ids)]
         if not prompts:
             raise ValueError("--prompt: needs at least one prompt")

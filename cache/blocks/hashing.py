@@ -23,14 +23,21 @@ import struct
 from collections.abc import Callable, Iterable
 from hashlib import sha256
 
-import xxhash
-
 from cache.blocks.sequence import ExtraKey, Sequence, encode_key
 
+try:
+    from xxhash import xxh3_128_digest, xxh64_digest
+except ImportError:
+
+    def xxh3_128_digest(_data: bytes) -> bytes:
+        raise ImportError("hash_algorithm: xxh3_128 and xxh64 need the package xxhash, sha256 none")
+
+    xxh64_digest = xxh3_128_digest
+
 HASH_ALGORITHMS: dict[str, Callable[[bytes], bytes]] = {
-    "xxh3_128": xxhash.xxh3_128_digest,
+    "xxh3_128": xxh3_128_digest,
     "sha256": lambda data: sha256(data).digest(),
-    "xxh64": xxhash.xxh64_digest,
+    "xxh64": xxh64_digest,
 }
 """The choices for ``hash_algorithm``: digest functions."""
 

@@ -12,8 +12,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import xxhash
-
+from cache.blocks.hashing import xxh3_128_digest
 from cache.policies.base import UNKNOWN_REQUEST, EvictionPolicy, Request, check_victims
 from cache.policies.lazy_heap import LazyHeap
 from cache.policies.priority import BlockHistory, PriorityPolicy
@@ -149,4 +148,4 @@ def _content_key(node: RadixNode) -> bytes | None:
     while node.parent is not None:
         path += [node.key, node.extra]
         node = node.parent
-    return xxhash.xxh3_128_digest(b"".join(reversed(path))) if path else None
+    return xxh3_128_digest(b"".join(reversed(path))) if path else None

@@ -32,7 +32,7 @@ def refused(capsys):
 def test_make_installs_the_command_for_use_in_any_folder():
     repository = Path(__file__).parents[2]
     project = tomllib.loads((repository / "pyproject.toml").read_text())
-    assert project["project"]["scripts"] == {"pagelab": "experiments.cli:main"}
+    assert project["project"]["scripts"] == {"pagelab": "experiments.__main__:main"}
     installed = project["tool"]["setuptools"]["packages"]["find"]["include"]
     assert {"cache*", "experiments*", "kernels*", "models*"} == set(installed)
     assert "pip install --quiet --no-deps --editable ." in (repository / "Makefile").read_text()
