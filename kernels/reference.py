@@ -25,7 +25,9 @@ def quantise(x: torch.Tensor, scale: Scale = None) -> torch.Tensor:
 
     scale: a number, one element, or one per head.
     """
-    x = x.float() if scale is None else x.float() / per_head(scale)
+    x = x.float()
+    if scale is not None:  # by a tensor: on a GPU, PyTorch multiplies by the reciprocal of a number
+        x = x / per_head(torch.as_tensor(scale, dtype=torch.float32, device=x.device))
     return x.clamp(-448, 448).to(FP8_DTYPE)
 
 

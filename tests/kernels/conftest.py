@@ -107,8 +107,8 @@ def huge_tensor(device, tmp_path_factory):
         needed = taken + dtype.itemsize * math.prod(shape)
         free = taken + torch.cuda.mem_get_info(device)[0]
         if needed > free - SPARE_BYTES:
-            sizes = f"{needed / 2**30:.1f} GiB or more of GPU memory, {free / 2**30:.1f} GiB"
-            pytest.skip(f"needs {sizes} are free")
+            sizes = [f"{size / 2**30:.1f} GiB" for size in (needed + SPARE_BYTES, free)]
+            pytest.skip("needs {} or more of GPU memory, {} are free".format(*sizes))
         tensor = torch.zeros(shape, dtype=dtype, device=device)
         storages.append(tensor.untyped_storage())
         return tensor

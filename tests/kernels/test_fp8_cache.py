@@ -45,7 +45,9 @@ def stored(x, scale):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_number_is_stored_as_pytorch_converts_it(dtype, scale, device):
     x = every_number(dtype, device)
-    want = (x.float() / (1.0 if scale is None else scale)).clamp(-448, 448).to(FP8_DTYPE)
+    # On a GPU, PyTorch divides by a number in host memory as it multiplies by its reciprocal.
+    divisor = torch.tensor(1.0 if scale is None else scale, device=device)
+    want = (x.float() / divisor).clamp(-448, 448).to(FP8_DTYPE)
     forms = [scale]
     if scale is not None and dtype == torch.float32:
         forms.append(torch.tensor(scale, device=device))

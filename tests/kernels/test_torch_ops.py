@@ -27,10 +27,15 @@ OPCHECKS = (
 
 def public_calls(device) -> list[tuple[Callable, dict]]:
     """Public functions and their arguments: every op, with and without options, and every path of
-    flash-attn's functions. Numbers as scales become tensors, as schemas have no type for both."""
+    flash-attn's functions. Numbers as scales become tensors, as schemas have no type for both.
+
+    On a GPU without swap_blocks: tracers and opcheck copy the host cache, and the copy is not
+    pinned."""
     changes = {"kv_dtype": FP8_DTYPE, "scales": "number", "options": {"return_lse": True}}
     found = []
     for name in CASES:
+        if name == "swap_blocks" and device.type != "cpu":
+            continue
         plain = good_call(name) | ({"out": None} if name in ATTENTION else {})
         other = good_call(name, **changes, features=FEATURES.get(name, ())[:1])
         found += [(function(name), plain), (function(name), other)]
@@ -81,9 +86,10 @@ def test_opcheck_of_every_operator(device, monkeypatch):
         tests = OPCHECKS[has_fp8 : -1 if operator in checked else None]
         torch.library.opcheck(operator, args, kwargs, test_utils=tests)
         checked.add(operator)
-    registered = torch._C._dispatch_get_all_op_names()
-    assert {operator.name() for operator in checked} == {x for x in registered if "pagelab::" in x}
-    assert len(checked) == len(kernels.__all__) + 2, "and flash-attn's two functions"
+    registered = {x for x in torch._C._dispatch_get_all_op_names() if "pagelab::" in x}
+    unchecked = set() if device.type == "cpu" else {"pagelab::swap_blocks"}
+    assert {operator.name() for operator in checked} == registered - unchecked
+    assert len(registered) == len(kernels.__all__) + 2, "and flash-attn's two functions"
 
 
 def trace(how, step, args):
@@ -102,10 +108,7 @@ def trace(how, step, args):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["compile", "dynamic", "export", "export-strict"])
 def test_traces_without_a_graph_break_and_computes_the_same(how, device):
-    calls = public_calls(device)
-    if device.type != "cpu":  # tracers copy the host cache, and the copy is not pinned
-        calls = [one for one in calls if one[0] is not kernels.swap_blocks]
-    ops, inputs = zip(*calls, strict=True)
+    ops, inputs = zip(*public_calls(device), strict=True)
 
     def step(inputs):
         return [op(**call) for op, call in zip(ops, inputs, strict=True)]
