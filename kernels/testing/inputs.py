@@ -185,9 +185,9 @@ def random_paged_batch(
         used += num_blocks_of[row]
         first_block = min(hidden // block_size, len(blocks))
         tables[row, first_block : len(blocks)] = blocks[first_block:]
-        if k_cache.is_meta:
+        if k_cache.is_meta or length <= hidden:
             continue
-        positions = torch.arange(min(hidden, length), length)
+        positions = torch.arange(hidden, length)
         where = (blocks[positions // block_size].to(device), (positions % block_size).to(device))
         for cache in (k_cache, v_cache):
             cache[where] = random.normal(len(positions), num_kv_heads, head_dim, dtype=kv_dtype)
