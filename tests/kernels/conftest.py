@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import math
@@ -23,8 +24,6 @@ from printed import printed_by
 
 # A thread may spill so much outside loops, once: which kernels do depends on the version of Triton.
 MAX_LOCAL_BYTES = 32
-SPARE_BYTES = 2**30
-"""GPU memory that huge tensors leave to the other tests."""
 # Seconds. Less than pytest's limit, so that a process that hangs is shown with its output.
 SUBPROCESS_LIMIT = 1200
 COMPILE_SHIPPED = """
@@ -80,42 +79,31 @@ def _poisoned_memory(poisoned_memory):
     return poisoned_memory
 
 
-def _shared_by_workers(tmp_path_factory) -> Path:
-    """A folder that all pytest-xdist workers of this run have in common."""
-    own = tmp_path_factory.getbasetemp()
-    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
-
-
 @pytest.fixture
 def huge_tensor(device, tmp_path_factory):
     """Make zeroed tensors of several GiB. On a CPU only touched pages exist. On a GPU one test at a
-    time has such tensors, and is skipped if they do not fit."""
-    if device.type == "cpu":
-
-        def make(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000
-            memory = mmap.mmap(-1, dtype.itemsize * math.prod(shape), flags=flags)
-            return torch.frombuffer(memory, dtype=dtype).view(shape)
-
-        yield make
-        return
-
+    time has such tensors; it is skipped if they do not fit."""
     storages = []
 
-    def make_on_gpu(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    def make(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+        num_bytes = dtype.itemsize * math.prod(shape)
+        if device.type == "cpu":
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000
+            memory = mmap.mmap(-1, num_bytes, flags=flags)
+            return torch.frombuffer(memory, dtype=dtype).view(shape)
         taken = sum(storage.nbytes() for storage in storages)
-        needed = taken + dtype.itemsize * math.prod(shape)
+        needed = taken + num_bytes + 2**30  # for the other processes
         free = taken + torch.cuda.mem_get_info(device)[0]
-        if needed > free - SPARE_BYTES:
-            sizes = [f"{size / 2**30:.1f} GiB" for size in (needed + SPARE_BYTES, free)]
-            pytest.skip("needs {} or more of GPU memory, {} are free".format(*sizes))
+        if needed > free:
+            sizes = f"{needed / 2**30:.1f} GiB of GPU memory or more, {free / 2**30:.1f} GiB"
+            pytest.skip(f"needs {sizes} are free")
         tensor = torch.zeros(shape, dtype=dtype, device=device)
         storages.append(tensor.untyped_storage())
         return tensor
 
-    with FileLock(_shared_by_workers(tmp_path_factory) / "huge_tensor.lock"):
-        torch.cuda.empty_cache()
-        yield make_on_gpu
+    lock = FileLock(tmp_path_factory.getbasetemp().parent / "huge_tensor.lock")
+    with lock if device.type != "cpu" else contextlib.nullcontext():
+        yield make
         for storage in storages:  # the traceback of a failed test refers to them
             storage.resize_(0)
         torch.cuda.empty_cache()
@@ -178,7 +166,8 @@ def shipped_resources(tmp_path_factory, compiling_process):
     None spills in a loop, or more than MAX_LOCAL_BYTES.
     A selection is compiled once for all pytest-xdist workers; across runs Triton's cache serves.
     """
-    shared = _shared_by_workers(tmp_path_factory)
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
 
     def resources(arch: str, ops: tuple[str, ...], match: str) -> list[dict]:
         path = shared / f"resources-{'-'.join((arch, *ops, match))}.jsonl"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 
 from models import SamplingParams
@@ -16,18 +14,6 @@ SCARCE = {"block_size": 4, "num_blocks": 8, "max_num_seqs": 4, "max_num_batched_
 """Prompts are computed in chunks, and the cache is too small for all requests at a time."""
 
 
-@pytest.fixture(scope="module")
-def expected(make_checkpoint):
-    """expected(checkpoint) -> greedy tokens of transformers for each prompt, on the CPU in fp32."""
-
-    @functools.cache
-    def generate(checkpoint):
-        _, oracle = make_checkpoint(checkpoint)
-        return [oracle_tokens(oracle, prompt, MAX_TOKENS) for prompt in PROMPTS]
-
-    return generate
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("variant", [0, 1])
 @pytest.mark.parametrize(
@@ -35,17 +21,20 @@ def expected(make_checkpoint):
     [("vllm_v1", "swap", "qwen3"), ("radix", "recompute", "gemma2")],
 )
 def test_tokens_are_those_of_transformers(
-    manager, preemption, checkpoint, variant, overlap, device, make_llm, expected
+    manager, preemption, checkpoint, variant, overlap, device, make_llm, make_checkpoint
 ):
     """Without and with CUDA graphs on a GPU; with the backends "torch" and "triton" on a CPU."""
-    variants = [{"attention_backend": name} for name in ("torch", "triton")]
+    _, oracle = make_checkpoint(checkpoint)
+    expected = [oracle_tokens(oracle, prompt, MAX_TOKENS) for prompt in PROMPTS]
+    options = SCARCE | {"manager": manager, "preemption": preemption, "overlap": overlap}
     if device.type == "cuda":
-        variants = [{"cuda_graphs": has_graphs} for has_graphs in (False, True)]
-    options = SCARCE | variants[variant] | {"manager": manager, "preemption": preemption}
-    llm = make_llm(checkpoint, device=device, dtype="float32", overlap=overlap, **options)
+        options["cuda_graphs"] = bool(variant)
+    else:
+        options["attention_backend"] = ("torch", "triton")[variant]
+    llm = make_llm(checkpoint, device=device, dtype="float32", **options)
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
     outputs = llm.generate(PROMPTS, params)
-    assert tokens_of(outputs) == expected(checkpoint)
+    assert tokens_of(outputs) == expected
     stats = [output.stats for output in outputs]
     assert any(one.num_preemptions for one in stats)
     assert any(one.num_cached_tokens for one in stats)
