@@ -19,15 +19,10 @@ HEADS = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": torch.b
 if not ON_GPU:  # in the interpreter, products of bf16 are wrong
     HEADS |= {"num_q_heads": 2, "num_kv_heads": 1, "dtype": torch.float16}
 FP16_D64 = {"dtype": torch.float16, "head_dim": 64}
-OPS = {
-    "prefill": "paged_prefill_attention",
-    "decode": "paged_decode_attention",
-    "cascade": "shared_prefix_decode_attention",
-}
 LENS = {
-    "prefill": {"context_lens": (2048, 300, 33), "query_lens": (1024, 300, 1)},
-    "decode": {"context_lens": (5000, 300, 33) * (20 // SHRINK)},
-    "cascade": {
+    "paged_prefill_attention": {"context_lens": (2048, 300, 33), "query_lens": (1024, 300, 1)},
+    "paged_decode_attention": {"context_lens": (5000, 300, 33) * (20 // SHRINK)},
+    "shared_prefix_decode_attention": {
         "prefix_lens": (3000, 50), "group_sizes": (20, 20), "context_lens": (77,) * (40 // SHRINK)
     },
 }  # fmt: skip
@@ -38,15 +33,15 @@ def poisoned_memory():
     """Overrides the fixture: filling memory would separate launches that depend on each other."""
 
 
-def make(phase: str, device: torch.device, **sizes: object) -> Case:
-    lens = {name: tuple(-(-n // SHRINK) for n in some) for name, some in LENS[phase].items()}
-    return make_case(OPS[phase], **HEADS | lens | sizes, device=device)
+def make(op: str, device: torch.device, **sizes: object) -> Case:
+    lens = {name: tuple(-(-n // SHRINK) for n in some) for name, some in LENS[op].items()}
+    return make_case(op, **HEADS | lens | sizes, device=device)
 
 
 @pytest.mark.parametrize("sizes", [{}, {"kv_dtype": FP8_DTYPE}, FP16_D64, {"features": ("split",)}])
-@pytest.mark.parametrize("phase", OPS)
-def test_repeats_of_a_call_agree(phase, sizes, device):
-    case = make(phase, device, **sizes)
+@pytest.mark.parametrize("op", LENS)
+def test_repeats_of_a_call_agree(op, sizes, device):
+    case = make(op, device, **sizes)
     first = case.call()
     assert all(same(case.call(), first) for _ in range(REPEATS))
 
@@ -55,7 +50,7 @@ def test_repeats_of_a_call_agree(phase, sizes, device):
 def test_repeats_of_a_chain_of_dependent_launches_agree(num_splits, device):
     """Each norm reads a decode's result, and the next decode reads the norm's."""
     options = {"num_splits": num_splits, "return_lse": False}
-    inputs = make("decode", device, options=options).inputs
+    inputs = make("paged_decode_attention", device, options=options).inputs
     weight = torch.ones_like(inputs["q"][0].flatten())
 
     def chain() -> torch.Tensor:

@@ -29,13 +29,10 @@ def public_calls(device) -> list[tuple[Callable, dict]]:
     """Public functions and their arguments: every op, with and without options, and every path of
     flash-attn's functions. Numbers as scales become tensors, as schemas have no type for both.
 
-    On a GPU without swap_blocks: tracers and opcheck copy the host cache, and the copy is not
-    pinned."""
+    On a GPU without swap_blocks: tracers and opcheck copy its host cache into pageable memory."""
     changes = {"kv_dtype": FP8_DTYPE, "scales": "number", "options": {"return_lse": True}}
     found = []
-    for name in CASES:
-        if name == "swap_blocks" and device.type != "cpu":
-            continue
+    for name in [op for op in CASES if device.type == "cpu" or op != "swap_blocks"]:
         plain = good_call(name) | ({"out": None} if name in ATTENTION else {})
         other = good_call(name, **changes, features=FEATURES.get(name, ())[:1])
         found += [(function(name), plain), (function(name), other)]
