@@ -89,7 +89,7 @@ def run_cell(cell: Fp8Quality) -> list[dict[str, Any]]:
 @functools.lru_cache(maxsize=1)
 def _load(model: str, window_tokens: int, threads: int) -> LLM:
     options = {"num_blocks": 1, "block_size": window_tokens, "attention_backend": "torch"}
-    return engine_models.make_llm(model, threads=threads, device="cpu", **options)
+    return engine_models.make_llm(model, threads=threads, dtype="float32", **options)
 
 
 def _windows(cell: Fp8Quality, tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -112,10 +112,11 @@ def _compute(llm: LLM, tokens: np.ndarray, dtype: torch.dtype) -> tuple[float, t
     from models.attention import AttentionMetadata
     from models.runner import make_kv_cache
 
-    ids, count = torch.from_numpy(tokens), len(tokens)
-    positions, length = torch.arange(count), torch.tensor([count], dtype=torch.int32)
+    ids, count = torch.from_numpy(tokens).to(llm.device), len(tokens)
+    positions = torch.arange(count, device=llm.device)
+    starts = torch.tensor([0, count], dtype=torch.int32, device=llm.device)
+    table, length = starts[None, :1], starts[1:]
     cache = make_kv_cache(llm.model, 1, count, dtype)
-    table, starts = length[None] * 0, torch.tensor([0, count], dtype=torch.int32)
     batch = AttentionMetadata(positions, table, starts, length, count, count)
     with torch.inference_mode():
         hidden = llm.model(ids, positions, cache, batch)
@@ -185,4 +186,5 @@ EXPERIMENT = Experiment(
     quick=Fp8Quality(windows=2, calibration_windows=1, window_tokens=128),
     run_cell=run_cell,
     plot=style.plotter({"fp8_quality": _draw}, {"summary": (_summary, "%.5g")}),
+    gpu="optional",
 )

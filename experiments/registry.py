@@ -18,14 +18,13 @@ _MODULES = (  # in the order of the report
     "overhead",
     "queue_informed",
     "kernel_time",
+    "predictions",
     "gpu.kernel_latency",
     "kernel_accuracy",
     "kernel_counters",
     "kernel_resources",
     "published_serving",
-    "clock_check",
-    "transformers_speed",
-    "chat_story",
+    "engine",
     "fp8_quality",
 )
 

