@@ -59,6 +59,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if config.getoption("--on-device") and not _has_gpu():
+        raise pytest.UsageError("--on-device: needs a CUDA GPU that PyTorch finds; there is none")
     if "PYTEST_XDIST_WORKER" in os.environ:
         import torch
 
@@ -77,10 +79,6 @@ def pytest_ignore_collect(collection_path, config):
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("--on-device"):
         return
-    import torch
-
-    if not torch.cuda.is_available():
-        raise pytest.UsageError("--on-device: needs a CUDA GPU that PyTorch finds; there is none")
     others = [item for item in items if "device" not in item.fixturenames]
     config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if "device" in item.fixturenames]
