@@ -132,8 +132,16 @@ class Stage:
     """Whether times need the other cores to be idle."""
 
 
+def _has(package: str) -> bool:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return bool(importlib.metadata.version(package))
+    return False
+
+
 _HALF = ("bfloat16", "fp8")
 _SOME = {"block_size": (16,), "head_dim": (128,)}
+_TRACE = {} if _has("zstandard") else {"trace": (Path("agent_loops"),)}
+"""Without zstandard the repository's traces cannot be read."""
 STAGES = {
     "ceilings": Stage(10, 45, (Sweep("predictions", {"part": ("ceilings",)}),)),
     "smoke": Stage(20, 75, (
@@ -148,10 +156,10 @@ STAGES = {
         Sweep("predictions", {"part": ("engine",)}),
         Sweep("engine", {"part": ("throughput",)}),
     ), idle_cores=True),
-    "policies": Stage(40, 100, (Sweep("engine", {"part": ("policy",)}),), idle_cores=True),
+    "policies": Stage(40, 100, (Sweep("engine", _TRACE | {"part": ("policy",)}),), idle_cores=True),
     "tests": Stage(60, 180, (Tests(("-k", "not repeats")),)),
     "engine_more": Stage(40, 120, (
-        Sweep("engine", {"part": ("block_size", "manager", "transformers")}),
+        Sweep("engine", _TRACE | {"part": ("block_size", "manager", "transformers")}),
     ), idle_cores=True),
     "latency": Stage(30, 120, (
         Sweep("kernel_latency", {
@@ -174,17 +182,10 @@ _SHOWN = {
     "predictions": ("name", "implementation", "unit", "predicted", "measured", "ratio", "verdict",
                     "ours_over_this", "bandwidth_fraction", "matmul_fraction", "above_peak"),
     "block_size": ("implementation", "context_len", "block_size", "p50_us", "bandwidth_fraction"),
-    "engine": ("part", "system", "graphs", "overlap", "policy", "manager", "pool_percent",
-               "block_size", "seconds", "output_tokens_per_s", "hit_rate", "replay_hit_rate",
-               "first_token_s_mean"),
+    "engine": ("part", "variant", "seconds", "tokens_per_s", "decode_step_s_p50", "hit_rate",
+               "replay_hit_rate", "ttft_mean_s", "clock_seconds", "phase", "over_transformers_p50"),
 }  # fmt: skip
 """Columns of the tables in the summary."""
-
-
-def _has(package: str) -> bool:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return bool(importlib.metadata.version(package))
-    return False
 
 
 class Log:
