@@ -1,6 +1,4 @@
-"""The engine with its model on the device: the GPU if there is one, else the CPU.
-
-Weights are random, since the time of a step depends on the shape alone.
+"""The engine with a model of random weights, on the GPU if there is one, else on the CPU.
 
 - ``throughput``: nano-vLLM's benchmark; nano-vLLM itself too if it is installed beside a GPU.
 - ``transformers``: prefill and greedy decode of prompts of equal length beside ``generate`` of
@@ -15,7 +13,6 @@ have the same hit rate.  ``clock_seconds`` is the second run's time on ``GpuCloc
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import math
 import random
@@ -35,8 +32,8 @@ from cache.serving.open_loop import engine_without_model
 from cache.serving.sampling_params import SamplingParams
 from cache.serving.scheduler import Scheduler
 from experiments import quantiles, style
-from experiments.harness import Absent, Axis, Count, Experiment, Percent, grid, one_of
-from experiments.harness.environment import cpu_model, cuda_available
+from experiments.harness import Absent, Axis, Count, Experiment, Percent, Unavailable, grid, one_of
+from experiments.harness.environment import cpu_model, cuda_available, device_slug
 from experiments.load import engine_models, workloads
 from experiments.load.gpu_clock import GpuClock
 from experiments.load.workloads import REAL_TRACES, OnTraces
@@ -44,15 +41,12 @@ from experiments.load.workloads import REAL_TRACES, OnTraces
 NO_CACHE = "no_cache"
 """In place of a policy: prefix caching off."""
 _POLICIES = f"lru {NO_CACHE} gittins fifo lfu arc mq safeguarded s3fifo random"
-_AXES = {
-    "throughput": ("system", "graphs", "overlap"),
-    "transformers": ("sequences", "prompt_tokens"),
-    "block_size": ("block_size",),
-    "policy": ("policy", "pool_percent"),
-    "manager": ("manager",),
-}
-_CARDS = {"H100 80GB HBM3": "H100-SXM", "A100-SXM4-80GB": "A100-SXM", "B200": "B200-SXM"}
-_CARDS |= {"A100-SXM4-40GB": "A100-SXM-40GB", "L40S": "L40S"}
+_AXES = {"throughput": ("system", "graphs", "overlap"), "block_size": ("block_size",)}
+_AXES |= {"policy": ("policy", "pool_percent"), "manager": ("manager",)}
+_AXES |= {"transformers": ("sequences", "prompt_tokens")}
+_CARDS = {"nvidia-h100-80gb-hbm3": "H100-SXM", "nvidia-a100-sxm4-80gb": "A100-SXM"}
+_CARDS |= {"nvidia-a100-sxm4-40gb": "A100-SXM-40GB", "nvidia-b200": "B200-SXM"}
+_CARDS |= {"nvidia-l40s": "L40S"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +57,8 @@ class OnDevice(OnTraces):
     model: Annotated[str, one_of(engine_models.NAMES)] | None = None
     """A shape, or the checkpoint of `make model`. None: qwen3-0.6b on a GPU, else llama-100m."""
     scale: Count | None = None
-    """Divides lengths of prompts, and of the benchmark's outputs. None: 64 on a CPU; on a GPU the
-    least power of two with which the K/V of all tokens fit half of the free memory."""
+    """Divides prompts, and the benchmark's outputs. None: 64 on a CPU; on a GPU the least power of
+    two with which the K/V of all tokens fit half of the free memory."""
     threads: Count = 2
     system: Axis[Literal["pagelab", "nano_vllm"]] = ("pagelab", "nano_vllm")
     graphs: Axis[bool] = (True, False)
@@ -77,14 +71,12 @@ class OnDevice(OnTraces):
     """The first requests of the trace with at most ``longest`` prompt tokens."""
     longest: Count = 16_384
     output_tokens: Count = 16
-    """Most tokens of an output, except in the benchmark."""
     block_size: Axis[Count] = (8, 16, 32, 64, 128, 256)
     policy: Axis[Annotated[str, one_of((NO_CACHE, *cache.POLICIES))]] = tuple(_POLICIES.split())
     manager: Axis[engine_models.Manager] = tuple(cache.MANAGERS)
     pool_percent: Axis[Percent] = (20.0, 50.0)
     """Tokens of the pool, in percent of the unique tokens of the requests; at least twice those of
     the longest sequence. ``block_size`` and ``manager`` take the last one."""
-
     group = ()  # cells in a row share an engine
 
 
@@ -134,8 +126,7 @@ def _requests(cell: OnDevice) -> tuple[list, list[int], int, int, int]:
         scale = 2 ** max(0, math.ceil(math.log2(2 * share)))
     scale = math.gcd(scale, block_size)
     if cell.trace is None:
-        prompts = [prompt[: max(1, len(prompt) // scale)] for prompt in prompts]
-        prompts = [[t % config.vocab_size for t in prompt] for prompt in prompts]
+        prompts = [[t % config.vocab_size for t in p[: max(1, len(p) // scale)]] for p in prompts]
         outputs = [max(1, output // scale) for output in outputs]
     else:
         lengths = np.maximum(trace.input_lengths // scale, 1)
@@ -145,45 +136,43 @@ def _requests(cell: OnDevice) -> tuple[list, list[int], int, int, int]:
     return prompts, outputs, unique // scale, scale, block_size // scale
 
 
-def _free() -> None:
-    import torch
-
-    _prepare.cache_clear()
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
 @lru_cache(maxsize=1)
 def _prepare(cell: OnDevice) -> tuple:
     """An LLM that has run, the limits of its steps, and ``_requests``."""
-    _free()  # a GPU may not have room for two models
+    _prepare.cache_clear()  # a GPU may not have room for two models
     prompts, outputs, unique, scale, trace_block = requests = _requests(cell)
     longest, block_size = max(map(len, prompts)) + max(outputs), cell.block_size
     block_size = block_size or math.gcd(16, trace_block)
-    limits = {"max_num_batched_tokens": max(8192 // scale, longest)}
-    limits |= {"max_num_seqs": min(len(prompts), 256 if cell.trace is None else 16)}
+    seqs = min(len(prompts), 256 if cell.trace is None else 16)
+    limits = {"max_num_seqs": seqs, "max_num_batched_tokens": max(8192 // scale, longest)}
     sizes = {"block_size": block_size, "num_blocks": -(-max(2 * longest, unique) // block_size)}
     options = {"threads": cell.threads, "seed": cell.seed, "cuda_graphs": cell.graphs}
     llm = engine_models.make_llm(cell.model, max_model_len=longest, **options, **limits, **sizes)
     _serve(llm.engine, prompts[:8], [min(4, n) for n in outputs[:8]])  # compiles kernels
-    return llm, limits, requests
+    return llm, limits, *requests
 
 
 def run_cell(cell: OnDevice) -> list[dict[str, Any]]:
-    import torch
+    try:
+        if cell.part == "transformers":
+            return _beside_transformers(cell)
+        return [_nano_vllm(cell) if cell.system == "nano_vllm" else _served(cell)]
+    except (ImportError, FileNotFoundError) as error:  # packages, and the checkpoint
+        raise Unavailable(str(error)) from error
 
-    if cell.part == "transformers":
-        return _beside_transformers(cell)
-    if cell.system == "nano_vllm":
-        _free()
-        prompts, outputs, _, scale, _ = _requests(cell)
-        seconds = engine_models.nano_vllm_seconds(cell.model, prompts, outputs)
-        row = {"seconds": seconds, "tokens_per_s": sum(outputs) / seconds, "scale": scale}
-        row |= {"all_output_tokens": sum(outputs), "dtype": "bfloat16", "variant": cell.system}
-        return [cell.columns("part", "model", "graphs", "overlap") | row]
-    own = ("part", "overlap", "policy", "manager", "pool_percent")
-    llm, limits, requests = _prepare(replace(cell, **dict.fromkeys(own)))
-    prompts, outputs, unique, scale, _ = requests
+
+def _nano_vllm(cell: OnDevice) -> dict[str, Any]:
+    _prepare.cache_clear()
+    prompts, outputs, _, scale, _ = _requests(cell)
+    seconds = engine_models.nano_vllm_seconds(cell.model, prompts, outputs)
+    row = {"seconds": seconds, "tokens_per_s": sum(outputs) / seconds, "scale": scale}
+    row |= {"all_output_tokens": sum(outputs), "dtype": "bfloat16", "variant": cell.system}
+    return cell.columns("part", "model", "graphs", "overlap") | row
+
+
+def _served(cell: OnDevice) -> dict[str, Any]:
+    shared = dict.fromkeys(("part", "overlap", "policy", "manager", "pool_percent"))
+    llm, limits, prompts, outputs, unique, scale, _ = _prepare(replace(cell, **shared))
     engine, longest, block_size = llm.engine, llm.max_model_len, llm.manager.block_size
     engine.overlap = cell.overlap and block_size > 1  # which it needs
     tokens = max(2 * longest, int(unique * cell.pool_percent / 100))
@@ -197,23 +186,22 @@ def run_cell(cell: OnDevice) -> list[dict[str, Any]]:
     row, tokens = _serve(engine, prompts, outputs, temperature=0.0 if cell.trace else 0.6)
     replay = engine_without_model(new_manager(), max_model_len=longest, **limits)
     replay.overlap, clock = engine.overlap, None
-    if torch.cuda.is_available():
-        card = _CARDS.get(torch.cuda.get_device_name().removeprefix("NVIDIA "), "")
-        with contextlib.suppress(ImportError, ValueError):  # zstandard; not in the clock's tables
-            clock = GpuClock(cell.model, card, **limits)
+    with contextlib.suppress(ImportError, ValueError):  # without zstandard; unknown GPU or model
+        clock = GpuClock(cell.model, _CARDS.get(device_slug(EXPERIMENT), ""), **limits)
     again, _ = _serve(replay, prompts, outputs, clock=clock)
     row |= {"clock_seconds": again["clock_seconds"], "replay_hit_rate": again["hit_rate"]}
     row |= {"block_size": block_size, "pool_tokens": options["num_blocks"] * block_size}
     row |= {"scale": scale, "tokens_checksum": zlib.crc32(str(tokens).encode())}
     row |= {"passed": row["hit_rate"] == again["hit_rate"], **_columns(cell, llm)}
     row |= {"trace": cell.trace and cell.trace.name, "overlap": engine.overlap}
-    return [row | cell.columns("policy", "manager", "pool_percent")]
+    return row | cell.columns("policy", "manager", "pool_percent")
 
 
 def _columns(cell: OnDevice, llm: Any) -> dict[str, Any]:
     row = cell.columns("part", "model", "threads", "graphs", "overlap") | {"cpu": cpu_model()}
-    variant = ", ".join(f"{name}={getattr(cell, name)}" for name in _AXES[cell.part])
-    return row | {"variant": variant, "dtype": str(llm.dtype).partition(".")[2]}
+    values = [(name, getattr(cell, name)) for name in _AXES[cell.part]]
+    shown = [("" if v else "no ") + n if isinstance(v, bool) else str(v) for n, v in values]
+    return row | {"variant": ", ".join(shown), "dtype": str(llm.dtype).partition(".")[2]}
 
 
 def _serve(
@@ -250,37 +238,35 @@ def _serve(
 def _beside_transformers(cell: OnDevice) -> list[dict[str, Any]]:
     import torch
 
-    _free()
+    _prepare.cache_clear()
     size, longest = (cell.sequences, cell.prompt_tokens), cell.prompt_tokens + cell.output_tokens
-    options = {"threads": cell.threads, "seed": cell.seed, "cuda_graphs": cell.graphs}
+    options = {"threads": cell.threads, "seed": cell.seed, "enable_prefix_caching": False}
     options |= {"max_num_seqs": size[0], "num_blocks": size[0] * (longest // 16 + 2)}
-    options |= {"enable_prefix_caching": False, "max_model_len": longest}
-    llm = engine_models.make_llm(cell.model, **options)
+    llm = engine_models.make_llm(cell.model, max_model_len=longest, **options)
     model = engine_models.transformers_model(llm)
-
-    def ours(prompts: list, count: int) -> list[list[int]]:
-        return _serve(llm.engine, prompts, [count] * size[0])[1]
 
     def theirs(prompts: list, count: int) -> list[list[int]]:
         ids = torch.tensor(prompts, device=llm.device)
         lengths = {"min_new_tokens": count, "max_new_tokens": count}
         return model.generate(ids, do_sample=False, **lengths)[:, ids.shape[1] :].tolist()
 
+    systems = lambda prompts, n: _serve(llm.engine, prompts, [n] * size[0])[1], theirs
     rng, same, seconds = np.random.default_rng(cell.seed), True, np.zeros((cell.repeats + 1, 2, 2))
     for repeat in range(len(seconds)):
         prompts, tokens = rng.integers(llm.config.vocab_size, size=size).tolist(), [None, None]
         for system in (0, 1)[:: 1 - repeat % 2 * 2]:
             for phase, count in enumerate((1, cell.output_tokens)):
                 begin = time.perf_counter()
-                tokens[system] = (ours, theirs)[system](prompts, count)
+                tokens[system] = systems[system](prompts, count)
                 seconds[repeat, system, phase] = time.perf_counter() - begin
         same &= tokens[0] == tokens[1]
     seconds[:, :, 1] -= seconds[:, :, 0]
     rows = []
     for phase, count in enumerate((cell.prompt_tokens, cell.output_tokens - 1)):
         rates = size[0] * count / seconds[1:, :, phase].T  # the first repeat warms up
-        row = _columns(cell, llm) | cell.columns("sequences", "prompt_tokens", "output_tokens")
+        row = cell.columns("sequences", "prompt_tokens", "output_tokens") | _columns(cell, llm)
         row |= {"phase": ("prefill", "decode")[phase], "same_tokens": same}
+        row["variant"] = f"{row['phase']}, {row['variant']}"
         row["tokens_per_s"], row["transformers_tokens_per_s"] = np.median(rates, axis=1)
         rows.append(row | quantiles.columns("over_transformers", rates[0] / rates[1]))
     return rows
@@ -295,24 +281,20 @@ def _draw(rows: style.DataFrame) -> style.Figure:
             for name, look in style.policy_lines(some["policy"]).items():
                 style.curve(axis, some[some["policy"] == name], "hit_rate", "ttft_mean_s", **look)
             axis.set(xlabel=f"hit rate, pool of {percent:g} %", ylabel="time to first token (s)")
-            axis.legend(fontsize=5, ncols=2)
             continue
         beside = part == "transformers"
         rates = some["over_transformers_p50" if beside else "tokens_per_s"]
         axis.barh(range(len(some)), rates, **style.bar(style.BLUE))
-        style.name_rows(axis, some["phase"] + ", " + some["variant"] if beside else some["variant"])
-        axis.set_xlabel("speed / transformers' speed" if beside else "output tokens/s")
-    return figure
+        style.name_rows(axis, some["variant"])
+        axis.set_xlabel("speed / transformers'" if beside else "output tokens/s")
+    return style.shared_legend(figure, columns=5)
 
 
 EXPERIMENT = Experiment(
     name="engine",
     figure="the engine on the device: throughput, block sizes, eviction policies, managers",
     options=OnDevice(),
-    quick=OnDevice(
-        model="tiny", threads=1, num_requests=8, bench_requests=16, repeats=1, sequences=(2,),
-        block_size=(8, 32), policy=("lru", NO_CACHE, "gittins"),
-    ),
+    quick=OnDevice(model="tiny", threads=1, num_requests=8, repeats=1, policy=("lru", "gittins")),
     cells=cells, run_cell=run_cell, plot=style.plotter({"engine": _draw}),
     gpu="optional", timed=True,
 )  # fmt: skip

