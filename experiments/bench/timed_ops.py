@@ -243,8 +243,8 @@ def run_in_turns(cells: Sequence[Timed]) -> list[dict[str, Any] | Unavailable]:
     """The row of each cell: an implementation at a shape, its accuracy and its times.
 
     The calls are timed in turns.  Times are None without a CUDA device.  A cell whose
-    implementation cannot run here has the reason in place of a row.  Raises WrongResult and
-    ImpossibleTime.
+    implementation cannot run here has the reason in place of a row; so has one of another project
+    that raises.  Raises WrongResult and ImpossibleTime.
     """
     found: list[tuple[Problem, Accuracy] | Unavailable] = []
     for cell in cells:
@@ -255,6 +255,11 @@ def run_in_turns(cells: Sequence[Timed]) -> list[dict[str, Any] | Unavailable]:
             found.append(Unavailable(str(error).split(". ")[0]))
         except Unavailable as reason:
             found.append(reason)
+        except Exception as error:
+            if cell.implementation not in BASELINES:
+                raise
+            text = str(error).strip().partition("\n")[0]
+            found.append(Unavailable(f"{cell.implementation}: {type(error).__name__}: {text}"))
     ready = {cell: one for cell, one in zip(cells, found, strict=True) if isinstance(one, tuple)}
     times = dict.fromkeys(ready, gpu_timing.Times())
     if ready and torch.cuda.is_available():

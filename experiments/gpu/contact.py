@@ -22,7 +22,6 @@ import importlib.metadata
 import multiprocessing
 import os
 import platform
-import shutil
 import signal
 import subprocess
 import sys
@@ -49,9 +48,13 @@ _GRACE = {signal.SIGINT: 8, signal.SIGKILL: 5}
 """Seconds that a stage has to end after each signal: on the first it writes its tables."""
 
 
+Step = Callable[[Path], Iterator[str]]
+"""Writes results into a folder and yields lines that say what came out."""
+
+
 @dataclass(frozen=True)
 class Sweep:
-    """Cells of an experiment."""
+    """A step: cells of an experiment."""
 
     experiment: str
     options: dict[str, Any]
@@ -60,76 +63,46 @@ class Sweep:
     jobs: int | None = None
     """Worker processes.  None: the cells run in the stage's own process."""
 
-    def cells(self) -> Iterator[Any]:
+    def cells(self, options: Any = None) -> Iterator[Any]:
         """The cells on this machine."""
         experiment = EXPERIMENTS[self.experiment]
-        for cell in experiment.checked_cells(self._chosen()):
+        chosen = dataclasses.replace(experiment.options, **self.options)
+        for cell in experiment.checked_cells(chosen):
             name = getattr(cell, "implementation", None)
             if isinstance(cell, Absent) or not self.implementations or name in self.implementations:
                 yield cell
 
-    def _chosen(self) -> Any:
-        return dataclasses.replace(EXPERIMENTS[self.experiment].options, **self.options)
-
     def __call__(self, out: Path) -> Iterator[str]:
-        experiment = dataclasses.replace(
-            EXPERIMENTS[self.experiment],
-            cells=lambda _: self.cells(),
-            plot=lambda rows, folder: [],
-        )
+        of_all = EXPERIMENTS[self.experiment]
+        some = dataclasses.replace(of_all, cells=self.cells, plot=lambda rows, folder: [])
         execute = run_here if self.jobs is None else None
-        report = run_sweep(experiment, self._chosen(), out=out, jobs=self.jobs, execute=execute)
+        report = run_sweep(some, of_all.options, out=out, jobs=self.jobs, execute=execute)
         yield f"{self.experiment}: {report}"
         yield from (f"WRONG {row}" for row in report.wrong)
         yield from (f"failed {cell}" for cell in report.failed)
         yield from (f"absent ({count}) {reason}" for reason, count in report.unavailable.items())
 
 
-@dataclass(frozen=True)
-class Tests:
-    """Device tests, in as many processes as there are cores, up to 12."""
+def device_tests(*options: str) -> Step:
+    """A step: device tests, in as many processes as there are cores, up to 12."""
 
-    options: tuple[str, ...]
-
-    def __call__(self, out: Path) -> Iterator[str]:
+    def run(out: Path) -> Iterator[str]:
         parallel = ["-n", str(min(12, os.cpu_count() or 1))] if _has("pytest-xdist") else []
-        words = ["pytest", "--on-device", "-q", "--tb=short", "-p", "no:cacheprovider"]
-        command = [sys.executable, "-m", *words, *parallel, *self.options]
-        log = (out / "first_contact" / "pytest.txt").open("a")
-        with log, subprocess.Popen(
-            command, cwd=_ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        ) as process:  # fmt: skip
-            last = ""
+        words = ["pytest", "--on-device", "-q", "--tb=short", "-p", "no:cacheprovider", *parallel]
+        command, last = [sys.executable, "-m", *words, *options], ""
+        pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        with (
+            (out / "first_contact" / "pytest.txt").open("a", buffering=1) as log,
+            subprocess.Popen(command, cwd=_ROOT, **pipe) as process,
+        ):
             for line in process.stdout:
                 log.write(line)
-                log.flush()
                 last = line.strip() or last
                 if line.startswith(("FAILED", "ERROR")):
                     yield line.strip()
-        yield f"pytest {' '.join(self.options)}: {last} (status {process.returncode})"
+        yield f"pytest {' '.join(options)}: {last} (status {process.returncode})"
 
-
-def sanitizer(out: Path) -> Iterator[str]:
-    """The cells of ``smoke`` under compute-sanitizer."""
-    if (tool := shutil.which("compute-sanitizer")) is None:
-        yield "compute-sanitizer is not installed"
-        return
-    command = [tool, "--tool", "memcheck", "--target-processes", "all", sys.executable, "-m"]
-    command += ["experiments", "gpu", "--stages", "smoke", "--out", str(out / "sanitizer")]
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    done = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True)
-    yield from (line for line in done.stdout.splitlines() if "ERROR SUMMARY" in line)
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Steps, the fewest seconds that are worth a start, and the most that they may take."""
-
-    least: float
-    most: float
-    steps: tuple[Callable[[Path], Iterator[str]], ...]
-    idle_cores: bool = False
-    """Whether times need the other cores to be idle."""
+    return run
 
 
 def _has(package: str) -> bool:
@@ -138,45 +111,43 @@ def _has(package: str) -> bool:
     return False
 
 
-_HALF = ("bfloat16", "fp8")
-_SOME = {"block_size": (16,), "head_dim": (128,)}
+_SMOKE = {"block_size": (16,), "head_dim": (128,), "dtype": ("bfloat16", "fp8")}
+_SMOKE |= {"feature": ("none", "split", "window")}
 _TRACE = {} if _has("zstandard") else {"trace": (Path("agent_loops"),)}
 """Without zstandard the repository's traces cannot be read."""
-STAGES = {
-    "ceilings": Stage(10, 45, (Sweep("predictions", {"part": ("ceilings",)}),)),
-    "smoke": Stage(20, 75, (
-        Sweep("kernel_accuracy", _SOME | {"dtype": _HALF, "feature": ("none", "split", "window")}),
+_LATENCY = {
+    "part": ("decode", "prefill", "cascade", "norm", "gate", "store", "copy", "swap_out"),
+    "batch": (1, 8, 32, 256), "context_len": (512, 2048, 8192), "budget_ms": 20.0,
+    "prefill": ((1, 512, 8192), (1, 16, 32768), (16, 256, 4096), (64, 4, 4096)),
+    "prefix_len": (1024, 32768), "cascade_batch": (1, 16, 256),
+}  # fmt: skip
+_BESIDE = ("paged_decode", "torch", "copy_engine", "flash_attn_2", "flash_attn_3")
+STAGES: dict[str, tuple[float, tuple[Step, ...]]] = {
+    "ceilings": (45, (Sweep("predictions", {"part": ("ceilings",)}),)),
+    "smoke": (75, (Sweep("kernel_accuracy", _SMOKE),)),
+    "races": (60, (device_tests("-k", "repeats"),)),
+    "headline": (110, (Sweep("predictions", {"part": ("kernels",)}),)),
+    "block_size": (75, (Sweep("block_size", {"part": ("latency",)}, (OURS, "flash_attn_2")),)),
+    "engine": (90, (
+        Sweep("predictions", {"part": ("engine",)}), Sweep("engine", {"part": ("throughput",)}),
     )),
-    "races": Stage(20, 60, (Tests(("-k", "repeats")),)),
-    "headline": Stage(20, 110, (Sweep("predictions", {"part": ("kernels",)}),), idle_cores=True),
-    "block_size": Stage(25, 75, (
-        Sweep("block_size", {"part": ("latency",)}, ("pagelab", "flash_attn_2")),
-    ), idle_cores=True),
-    "engine": Stage(40, 90, (
-        Sweep("predictions", {"part": ("engine",)}),
-        Sweep("engine", {"part": ("throughput",)}),
-    ), idle_cores=True),
-    "policies": Stage(40, 100, (Sweep("engine", _TRACE | {"part": ("policy",)}),), idle_cores=True),
-    "tests": Stage(60, 180, (Tests(("-k", "not repeats")),)),
-    "engine_more": Stage(40, 120, (
+    "policies": (100, (Sweep("engine", _TRACE | {"part": ("policy",)}),)),
+    "tests": (180, (device_tests("-k", "not repeats"),)),
+    "engine_more": (120, (
         Sweep("engine", _TRACE | {"part": ("block_size", "manager", "transformers")}),
-    ), idle_cores=True),
-    "latency": Stage(30, 120, (
-        Sweep("kernel_latency", {
-            "part": ("decode", "prefill", "cascade", "norm", "gate", "store", "copy", "swap_out"),
-            "batch": (1, 8, 32, 256), "context_len": (512, 2048, 8192), "budget_ms": 20.0,
-            "prefill": ((1, 512, 8192), (1, 16, 32768), (16, 256, 4096), (64, 4, 4096)),
-            "prefix_len": (1024, 32768), "cascade_batch": (1, 16, 256),
-        }, ("pagelab", "paged_decode", "torch", "copy_engine", "flash_attn_2", "flash_attn_3")),
-    ), idle_cores=True),
-    "accuracy": Stage(30, 120, (
+    )),
+    "latency": (120, (Sweep("kernel_latency", _LATENCY, (OURS, *_BESIDE)),)),
+    "accuracy": (120, (
         Sweep("kernel_accuracy", {"block_size": (16, 24), "head_dim": (64, 128)}, jobs=12),
     )),
-    "launches": Stage(20, 40, (Sweep("overhead", {"part": ("launch",)}),), idle_cores=True),
-    "fp8": Stage(30, 90, (Sweep("fp8_quality", {}),)),
-    "sanitizer": Stage(45, 120, (sanitizer,)),
+    "launches": (40, (Sweep("overhead", {"part": ("launch",)}),)),
+    "fp8": (90, (Sweep("fp8_quality", {}),)),
 }  # fmt: skip
-"""In the order of their worth."""
+"""Seconds that a stage may take, and its steps; in the order of their worth."""
+_LEAST_SHARE = 0.3
+"""Of the seconds of a stage, the share that is worth a start."""
+_WHILE_COMPILING = ("ceilings", "smoke", "races")
+"""Stages that do not need idle cores."""
 
 _SHOWN = {
     "predictions": ("name", "implementation", "unit", "predicted", "measured", "ratio", "verdict",
@@ -203,7 +174,7 @@ class Log:
 
 def run_stage(name: str, out: Path, log: Callable[[str, str], None]) -> None:
     """Run the steps of a stage in this process; an error of one ends this step alone."""
-    for step in STAGES[name].steps:
+    for step in STAGES[name][1]:
         try:
             for line in step(out):
                 log(name, line)
@@ -237,25 +208,26 @@ def main(arguments: list[str] | None = None) -> int:
     folder = options.out / "first_contact"
     folder.mkdir(parents=True, exist_ok=True)
     log, arch = Log(folder / "log.txt"), "sm_{}{}".format(*capability)
-    log("start", _describe())
+    found = [f"{n} {importlib.metadata.version(n)}" for n in ("torch", "triton") if _has(n)]
+    log("start", f"{', '.join(found)}, Python {platform.python_version()}, {os.cpu_count()} cores")
     compiling = _FORK.Process(target=_compile_ahead, args=(options.stages, arch, log))
     compiling.start()
     try:
         for name in options.stages:
-            stage, left = STAGES[name], end - time.monotonic() - 5
-            if stage.idle_cores:
+            most, left = STAGES[name][0], end - time.monotonic() - 5
+            if name not in _WHILE_COMPILING:
                 compiling.join(min(40, max(0, left / 3)))
-            if left < stage.least:
-                log(name, f"not started: {left:.0f} s are left, it needs {stage.least:.0f} s")
+            if left < _LEAST_SHARE * most:
+                log(name, f"not started: {left:.0f} s are left")
                 continue
             process = _FORK.Process(target=_in_child, args=(name, options.out, log))
             process.start()
-            limit = time.monotonic() + min(stage.most, left)
+            limit = time.monotonic() + min(most, left)
             while process.is_alive() and (rest := limit - time.monotonic()) > 0:
                 process.join(min(_ARCHIVE_SECONDS, rest))
                 _archive(options)
             if process.is_alive():
-                log(name, f"cut off after {min(stage.most, left):.0f} s; its cells so far are kept")
+                log(name, f"cut off after {min(most, left):.0f} s; its cells so far are kept")
             elif process.exitcode:
                 log(name, f"its process died, status {process.exitcode}")
             _end(process)
@@ -265,12 +237,6 @@ def main(arguments: list[str] | None = None) -> int:
         _summarise(options)
     print((folder / "summary.md").read_text())
     return 0
-
-
-def _describe() -> str:
-    names = ("torch", "triton", "flash_attn", "numpy", "zstandard", "pytest-xdist")
-    found = [f"{name} {importlib.metadata.version(name)}" for name in names if _has(name)]
-    return f"Python {platform.python_version()}, {', '.join(found)}, {os.cpu_count()} cores"
 
 
 def _capability() -> tuple[int, int] | None:
@@ -308,7 +274,7 @@ def _compile_ahead(stages: list[str], arch: str, log: Log) -> None:
     os.nice(5)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     began = time.time()
-    steps = [step for name in stages for step in STAGES[name].steps]
+    steps = [step for name in stages for step in STAGES[name][1]]
     cells = [cell for step in steps if isinstance(step, Sweep) for cell in step.cells()]
     with ProcessPoolExecutor(max(1, (os.cpu_count() or 1) - 3), _FORK) as pool:
         count = sum(pool.map(partial(compile_cell, arch), cells))
