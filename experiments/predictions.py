@@ -120,41 +120,29 @@ def name_of(*shapes: Shape) -> str:
 
 
 def _predict_kernels(card: str) -> list[dict[str, Any]]:
-    """With the fastest kernel that others measured at the same shape on the same card."""
     import pandas as pd
-
-    from experiments import gpu_times
-
-    names = ["phase", "batch_size", "context_tokens", "kv_dtype"]
-    heads = {"q_heads": 32, "kv_heads": 8, "head_dim": 128}
-    measured = gpu_times.rows("attention", gpu=card).sort_values("microseconds")
-    same = (measured[list(heads)] == list(heads.values())).all(axis=1)
-    fastest = measured[same].drop_duplicates(names).set_index(names)
-
-    def key(shape: Shape) -> tuple[str, int, int, str]:
-        return shape.op, shape.batch, shape.context_len, "fp8" if shape.kv_dtype else "bfloat16"
 
     rows = []
     for shapes in KERNELS:
-        table = pd.DataFrame(map(key, shapes), columns=names).assign(
-            gpu=card, engine="pagelab", lengths="even", **heads,
-            block_size=[shape.block_size for shape in shapes],
-            query_tokens=[shape.query_len for shape in shapes],
+        table = pd.DataFrame(
+            {
+                "gpu": card, "engine": "pagelab", "phase": shape.op, "lengths": "even",
+                "batch_size": shape.batch, "query_tokens": shape.query_len,
+                "context_tokens": shape.context_len, "q_heads": 32, "kv_heads": 8, "head_dim": 128,
+                "kv_dtype": "fp8" if shape.kv_dtype else "bfloat16", "block_size": shape.block_size,
+            }
+            for shape in shapes
         )  # fmt: skip
-        found = kernel_time.constants(card, card not in kernel_time.FITTED)
-        us = kernel_time.microseconds(card, kernel_time.launches(table), found).tolist()
-        row = {"name": name_of(*shapes), "unit": "us" if len(us) == 1 else "ratio"}
-        if len(us) == 1:
-            low, high = kernel_time.band(shapes[0].op)
-            row |= {"predicted": us[0], "low": us[0] / high, "high": us[0] / low}
-            if key(shapes[0]) in fastest.index:
-                best = fastest.loc[key(shapes[0])]
-                row |= {"others_us": float(best["microseconds"]), "others": best["kernel"]}
+        one, *two = kernel_time.modelled(table).to_dict("records")
+        row = {"name": name_of(*shapes), "unit": "ratio" if two else "us", "basis": one["basis"]}
+        if two:
+            ratio = one["modelled_us"] / two[0]["modelled_us"]
+            low, high = ratio * (1 - _RATIO_BAND), ratio * (1 + _RATIO_BAND)
+            rows.append({**row, "predicted": ratio, "low": low, "high": high})
         else:
-            ratio = us[0] / us[1]
-            row |= {"predicted": ratio, "low": ratio * (1 - _RATIO_BAND)}
-            row |= {"high": ratio * (1 + _RATIO_BAND)}
-        rows.append({**row, "basis": kernel_time.BASIS})
+            low, high = one["modelled_low_us"], one["modelled_high_us"]
+            row |= {"predicted": one["modelled_us"], "low": low, "high": high}
+            rows.append({**row, "flash_attn3_by_others_us": one["measured_flash_attn3_us"]})
     return rows
 
 

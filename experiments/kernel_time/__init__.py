@@ -94,7 +94,9 @@ def run_cell(cell: KernelTime) -> list[dict[str, Any]]:
             table.append(about | _errors(of_phase, found, _BARS[phase, left_out]))
             for family, some in of_phase.groupby("kernel"):
                 table.append(about | {"family": family} | _errors(some, found, _FAMILY_BAR))
-    return table + _ours(cell.gpu) if cell.gpu in CARDS else table
+    if cell.gpu in CARDS:
+        table += modelled(shapes(cell.gpu)).to_dict("records")
+    return table
 
 
 def _errors(rows: pd.DataFrame, found: Constants, bar: tuple[float, float]) -> dict[str, Any]:
@@ -121,7 +123,7 @@ def _errors(rows: pd.DataFrame, found: Constants, bar: tuple[float, float]) -> d
 
 
 @functools.cache
-def band(phase: str) -> tuple[float, float]:
+def _band(phase: str) -> tuple[float, float]:
     """5th and 95th percentile of modelled / measured of all Triton rows, their GPU left out."""
     rows = _judged()
     found = [
@@ -152,27 +154,29 @@ def shapes(gpu: str) -> pd.DataFrame:
     return table.assign(query_tokens=queries, **about)
 
 
-def _ours(gpu: str) -> list[dict[str, Any]]:
-    """Our kernels, with the band of Triton's, beside others' measured for the same shape."""
-    import pandas as pd
+def modelled(ours: pd.DataFrame) -> pd.DataFrame:
+    """Our kernels at shapes of one GPU, with the band of Triton's kernels, beside the times that
+    others measured for the same shapes.
 
+    ours: columns as of ``shapes``.
+    """
     from experiments import gpu_times
 
-    ours = shapes(gpu)
-    measured = gpu_times.rows("attention", gpu=gpu, head_dim=128).assign(lengths="even")
+    gpu = ours["gpu"].iloc[0]
+    measured = gpu_times.rows("attention", gpu=gpu).assign(lengths="even")
     times = measured.pivot_table("microseconds", [*_SHAPE, "lengths"], "kernel", aggfunc="min")
     times = times.reindex(columns=list(_OTHERS)).add_prefix("measured_").add_suffix("_us")
-    modelled = microseconds(gpu, launches(ours), constants(gpu, gpu not in FITTED))
-    low, high = np.array([band(phase) for phase in ours["phase"]]).T
+    us = microseconds(gpu, launches(ours), constants(gpu, gpu not in FITTED))
+    low, high = np.array([_band(phase) for phase in ours["phase"]]).T
     table = ours[["gpu", *_SHAPE, "block_size", "lengths"]].assign(
         part="ours",
-        modelled_us=modelled,
-        modelled_low_us=modelled / high,
-        modelled_high_us=modelled / low,
+        modelled_us=us,
+        modelled_low_us=us / high,
+        modelled_high_us=us / low,
         basis=BASIS,
     )
     table = table.join(times, on=[*_SHAPE, "lengths"])
-    return table.astype(object).where(pd.notna(table), None).to_dict("records")
+    return table.astype(object).where(table.notna(), None)
 
 
 def _draw_errors(rows: style.DataFrame) -> style.Figure | None:
