@@ -76,7 +76,7 @@ def tiny():
 TINY_RUNS = {
     "block_size": "--trace {chat} --trace {lengths} --block-size 4 16 32 64 --capacity-percent 20 "
     "--draw 0 --traffic 0.01",
-    "engine": "--model tiny --threads 1 --trace {prompts} --scale 2 --num-requests 12 "
+    "engine": "--model tiny --threads 1 --trace {chat} --scale 8 --num-requests 40 --longest 800 "
     "--output-tokens 4 --bench-requests 2 --sequences 2 --prompt-tokens 9 --repeats 1 "
     "--block-size 4 16 --policy lru no_cache gittins random --pool-percent 20",
     "eviction": "--trace {chat} --capacity-percent 5 20 "
@@ -93,6 +93,7 @@ TINY_RUNS = {
     "overhead": "--launch-samples 3 --trace {prompts} --repeats 2 --policy lru "
     "--pool-blocks 512 1024 --pool-requests 4 --manager vllm_v1 "
     "--num-sequences 1 2 --lengths 2 5 --num-steps 5",
+    "predictions": "--part kernels",
     "preemption": "--block-size 4 16 --context-tokens 40 --draw 0 --traffic 0.01 --request-rate 40",
     "published_serving": "--case lambda_h100_10 bench_70b",
     "queue_informed": "--trace {chat} --load 0.7 2 --num-requests 40",

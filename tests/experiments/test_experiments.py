@@ -29,6 +29,7 @@ NUM_CELLS = {
     "kernel_time": 1,
     "memory_waste": 5,
     "overhead": 6,
+    "predictions": 2,
     "preemption": 4,
     "published_serving": 2,
     "queue_informed": 10,
@@ -37,6 +38,7 @@ NUM_CELLS = {
     "sharing": 4,
 }
 UNTIMED = {"block_size": 40, "memory_waste": 18, "published_serving": 5, "sharing": 7}
+UNTIMED |= {"predictions": 1}
 """Experiments that count or model, and how far apart the cells are that a test computes again."""
 
 
