@@ -27,7 +27,6 @@ from typing import Annotated, Any, Literal
 import numpy as np
 
 import cache
-from cache.replay.overlapping import prompt_token_ids
 from cache.serving.open_loop import engine_without_model
 from cache.serving.sampling_params import SamplingParams
 from cache.serving.scheduler import Scheduler
@@ -66,8 +65,8 @@ class OnDevice(OnTraces):
     bench_requests: Count = 256
     sequences: Axis[Count] = (1, 8)
     prompt_tokens: Axis[Count] = (128, 512)
-    repeats: Count = 4
-    num_requests: Count = 48
+    repeats: Count = 3
+    num_requests: Count = 40
     """The first requests of the trace with at most ``longest`` prompt tokens."""
     longest: Count = 16_384
     output_tokens: Count = 16
@@ -75,8 +74,8 @@ class OnDevice(OnTraces):
     policy: Axis[Annotated[str, one_of((NO_CACHE, *cache.POLICIES))]] = tuple(_POLICIES.split())
     manager: Axis[engine_models.Manager] = tuple(cache.MANAGERS)
     pool_percent: Axis[Percent] = (20.0, 50.0)
-    """Tokens of the pool, in percent of the unique tokens of the requests; at least twice those of
-    the longest sequence. ``block_size`` and ``manager`` take the last one."""
+    """Tokens of the pool, in percent of the unique tokens of the requests; at least 1.25 times the
+    longest sequence. ``block_size`` and ``manager`` take the last one."""
     group = ()  # cells in a row share an engine
 
 
@@ -131,7 +130,7 @@ def _requests(cell: OnDevice) -> tuple[list, list[int], int, int, int]:
     else:
         lengths = np.maximum(trace.input_lengths // scale, 1)
         trace = replace(trace, block_size=block_size // scale, input_lengths=lengths)
-        prompts = [prompt_token_ids(trace, i, config.vocab_size) for i in range(len(trace))]
+        prompts = [cache.prompt_token_ids(trace, i, config.vocab_size) for i in range(len(trace))]
         outputs = np.clip(trace.output_lengths, 1, cell.output_tokens).tolist()
     return prompts, outputs, unique // scale, scale, block_size // scale
 
@@ -175,7 +174,8 @@ def _served(cell: OnDevice) -> dict[str, Any]:
     llm, limits, prompts, outputs, unique, scale, _ = _prepare(replace(cell, **shared))
     engine, longest, block_size = llm.engine, llm.max_model_len, llm.manager.block_size
     engine.overlap = cell.overlap and block_size > 1  # which it needs
-    tokens = max(2 * longest, int(unique * cell.pool_percent / 100))
+    least = (2.0 if cell.manager == "contiguous" else 1.25) * longest
+    tokens = math.ceil(max(least, unique * cell.pool_percent / 100))
     options = {"num_blocks": -(-tokens // block_size), "block_size": block_size}
     options |= {"enable_prefix_caching": cell.policy != NO_CACHE}
     options |= {"policy": cell.policy.replace(NO_CACHE, "lru")}
@@ -193,8 +193,8 @@ def _served(cell: OnDevice) -> dict[str, Any]:
     row |= {"block_size": block_size, "pool_tokens": options["num_blocks"] * block_size}
     row |= {"scale": scale, "tokens_checksum": zlib.crc32(str(tokens).encode())}
     row |= {"passed": row["hit_rate"] == again["hit_rate"], **_columns(cell, llm)}
-    row |= {"trace": cell.trace and cell.trace.name, "overlap": engine.overlap}
-    return row | cell.columns("policy", "manager", "pool_percent")
+    row |= cell.columns("policy", "manager", "pool_percent") | {"overlap": engine.overlap}
+    return row | {"trace": cell.trace and cell.trace.name}
 
 
 def _columns(cell: OnDevice, llm: Any) -> dict[str, Any]:

@@ -21,7 +21,8 @@ def test_a_run_without_a_model_hits_the_same_and_every_cache_gives_the_same_toke
     assert rows.loc[rows.index != "transformers", "passed"].all()
     on_trace = rows[rows["trace"].notna()]
     assert on_trace[["tokens_checksum", "manager"]].nunique().tolist() == [1, 6]
-    assert on_trace["hit_rate"].nunique() > 3
+    assert on_trace["hit_rate"].nunique() > 5
+    assert on_trace["preemptions"].any()
     assert rows.loc["transformers", "same_tokens"].all()
 
 
