@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from experiments import kernel_time, style
 from experiments.bench.shapes import OURS, Shape, Timed, use_device
-from experiments.harness import Axis, Experiment, Options, Positive, Unavailable
+from experiments.harness import Absent, Axis, Experiment, Options, Positive, Unavailable
 from experiments.harness.environment import cuda_available
 
 CARDS = ("H100-SXM", "H200-SXM")
@@ -90,12 +90,14 @@ class Measured(Options):
     budget_ms: float
 
 
-def cells(options: Predictions) -> Iterator[Predicted | Measured]:
+def cells(options: Predictions) -> Iterator[Predicted | Measured | Absent]:
     for part in options.part:
         if cuda_available():
             for shapes in KERNELS if part == "kernels" else [()]:
                 yield Measured(part=part, shapes=shapes, budget_ms=options.budget_ms)
-        elif part != "ceilings":
+        elif part == "ceilings":
+            yield Absent("ceilings: there is no GPU here")
+        else:
             yield from (Predicted(part=part, card=card) for card in CARDS)
 
 
