@@ -35,7 +35,7 @@ from experiments.harness import Absent, Axis, Count, Experiment, Percent, Unavai
 from experiments.harness.environment import cpu_model, cuda_available, device_slug
 from experiments.load import engine_models, workloads
 from experiments.load.gpu_clock import GpuClock
-from experiments.load.workloads import REAL_TRACES, OnTraces
+from experiments.load.workloads import OnTraces
 
 NO_CACHE = "no_cache"
 """In place of a policy: prefix caching off."""
@@ -85,7 +85,7 @@ def cells(options: OnDevice) -> Iterator[OnDevice | Absent]:
     fixed |= {"model": options.model or ("qwen3-0.6b" if gpu else "llama-100m")}
     fixed |= {"graphs": [gpu], "overlap": [gpu], "policy": ["lru"], "manager": ["vllm_v1"]}
     if set(options.part) - {"throughput", "transformers"}:
-        sources = [*replace(options, trace=options.trace or REAL_TRACES[:1]).sources()]
+        sources = list(options.sources())[: len(options.trace) or 1]
     for part in options.part:
         own = {"part": [part], "trace": sources, "pool_percent": options.pool_percent[-1:]}
         own |= {name: getattr(options, name) for name in _AXES[part]}
