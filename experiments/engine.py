@@ -44,8 +44,7 @@ _AXES = {"throughput": ("system", "graphs", "overlap"), "block_size": ("block_si
 _AXES |= {"policy": ("policy", "pool_percent"), "manager": ("manager",)}
 _AXES |= {"transformers": ("sequences", "prompt_tokens")}
 _CARDS = {"nvidia-h100-80gb-hbm3": "H100-SXM", "nvidia-a100-sxm4-80gb": "A100-SXM"}
-_CARDS |= {"nvidia-a100-sxm4-40gb": "A100-SXM-40GB", "nvidia-b200": "B200-SXM"}
-_CARDS |= {"nvidia-l40s": "L40S"}
+_CARDS |= {"nvidia-b200": "B200-SXM", "nvidia-l40s": "L40S"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +176,7 @@ def _served(cell: OnDevice) -> dict[str, Any]:
     least = (2.0 if cell.manager == "contiguous" else 1.25) * longest
     tokens = math.ceil(max(least, unique * cell.pool_percent / 100))
     options = {"num_blocks": -(-tokens // block_size), "block_size": block_size}
+    options |= engine_models.hash_option(cell.manager)
     options |= {"enable_prefix_caching": cell.policy != NO_CACHE}
     options |= {"policy": cell.policy.replace(NO_CACHE, "lru")}
     if cell.manager == "contiguous":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib.util
 from typing import TYPE_CHECKING, Annotated, Any
 
 import cache
@@ -51,6 +52,13 @@ def model_config(name: str) -> ModelConfig:
     )
 
 
+def hash_option(manager: str) -> dict[str, str]:
+    """Without the package xxhash, ``manager`` hashes by sha256 if it hashes."""
+    hashes = manager in ("nano_vllm", "vllm_v0", "vllm_v1")
+    missing = importlib.util.find_spec("xxhash") is None
+    return {"hash_algorithm": "sha256"} if hashes and missing else {}
+
+
 def make_llm(name: str, *, threads: int | None = None, **options: Any) -> LLM:
     """An engine on the model ``name``, a shape with random weights or SMOLLM2.
 
@@ -69,6 +77,7 @@ def make_llm(name: str, *, threads: int | None = None, **options: Any) -> LLM:
     if threads is not None:
         torch.set_num_threads(threads)
     try:
+        options |= hash_option(options.get("manager", "vllm_v1"))
         return LLM(default_model() if name == SMOLLM2 else model_config(name), **options)
     except (ImportError, FileNotFoundError, torch.OutOfMemoryError) as error:
         raise Unavailable(str(error).partition("\n")[0]) from error
