@@ -1,8 +1,7 @@
 """The models that experiments on the engine run: shapes with random weights, and a checkpoint.
 
-The time of a step depends on the shape and not on the values of the weights, so most experiments
-download nothing.  They fix the lengths of outputs, which would depend on the text.  What depends
-on the weights runs on the SmolLM2 that `make model` installs, and reads ``prose_tokens``.
+The time of a step depends on the shape and not on the values of the weights.  Experiments whose
+results depend on the weights take the SmolLM2 that `make model` installs.
 """
 
 from __future__ import annotations
@@ -53,10 +52,9 @@ def model_config(name: str) -> ModelConfig:
 
 
 def hash_option(manager: str) -> dict[str, str]:
-    """Without the package xxhash, ``manager`` hashes by sha256 if it hashes."""
+    """sha256 for a manager that hashes, if the package xxhash is missing."""
     hashes = manager in ("nano_vllm", "vllm_v0", "vllm_v1")
-    missing = importlib.util.find_spec("xxhash") is None
-    return {"hash_algorithm": "sha256"} if hashes and missing else {}
+    return {"hash_algorithm": "sha256"} if hashes and not importlib.util.find_spec("xxhash") else {}
 
 
 def make_llm(name: str, *, threads: int | None = None, **options: Any) -> LLM:
@@ -124,8 +122,6 @@ def nano_vllm_seconds(name: str, prompts: list[list[int]], outputs: list[int]) -
     import tempfile
     import time
 
-    import torch
-
     from kernels.testing.hugging_face import import_transformers
 
     transformers = import_transformers()  # before nano-vLLM imports it
@@ -142,8 +138,7 @@ def nano_vllm_seconds(name: str, prompts: list[list[int]], outputs: list[int]) -
     tokenizer = type("Tokenizer", (), {"eos_token_id": -1, "decode": lambda self, tokens: ""})
     transformers.AutoTokenizer.from_pretrained = lambda *args, **options: tokenizer()
     model_runner.load_model = randomize
-    gc.collect()
-    torch.cuda.empty_cache()
+    gc.collect()  # nano-vLLM empties PyTorch's cache
     with tempfile.TemporaryDirectory() as folder:
         _transformers_config(model_config(name)).save_pretrained(folder)
         llm = nanovllm.LLM(folder, gpu_memory_utilization=0.8, max_num_seqs=256)
@@ -159,8 +154,7 @@ def nano_vllm_seconds(name: str, prompts: list[list[int]], outputs: list[int]) -
 
 
 def prose_tokens(llm: LLM) -> list[int]:
-    """Python's help on its language, about 470,000 characters, in tokens of ``llm``; without a
-    tokenizer a token is a byte.  It differs between versions of Python."""
+    """Python's help on its language in tokens of ``llm``, or in bytes without a tokenizer."""
     from pydoc_data.topics import topics
 
     text = "\n\n".join(topics.values())
