@@ -61,7 +61,6 @@ def make_llm(name: str, *, threads: int | None = None, **options: Any) -> LLM:
     """An engine on the model ``name``, a shape with random weights or SMOLLM2.
 
     threads: CPU threads of PyTorch, in this process from now on; None: unchanged.
-    options: of ``models.LLM``.
 
     Raises Unavailable if a package or the checkpoint is not installed, or the GPU is too small.
     """
