@@ -36,8 +36,9 @@ from pathlib import Path
 from typing import Any
 
 from experiments.bench.shapes import OURS
-from experiments.harness import Absent, run_here, run_sweep
+from experiments.harness import Absent, run_sweep
 from experiments.harness.store import write_atomically
+from experiments.harness.workers import run_here, run_locally
 from experiments.registry import EXPERIMENTS
 
 _ROOT = Path(__file__).parents[2]
@@ -63,7 +64,7 @@ class Sweep:
     jobs: int | None = None
     """Worker processes.  None: the cells run in the stage's own process."""
 
-    def cells(self, options: Any = None) -> Iterator[Any]:
+    def cells(self) -> Iterator[Any]:
         """The cells on this machine."""
         experiment = EXPERIMENTS[self.experiment]
         chosen = dataclasses.replace(experiment.options, **self.options)
@@ -73,13 +74,21 @@ class Sweep:
                 yield cell
 
     def __call__(self, out: Path) -> Iterator[str]:
-        of_all = EXPERIMENTS[self.experiment]
-        some = dataclasses.replace(of_all, cells=self.cells, plot=lambda rows, folder: [])
-        execute = run_here if self.jobs is None else None
-        report = run_sweep(some, of_all.options, out=out, jobs=self.jobs, execute=execute)
+        """The table holds what other stages found too."""
+        own = list(self.cells())
+        steps = (step for _, steps in STAGES.values() for step in steps)
+        same = (s for s in steps if isinstance(s, Sweep) and s.experiment == self.experiment)
+        others = (cell for s in same for cell in s.cells() if not isinstance(cell, Absent))
+        cells = dict.fromkeys([*own, *others])
+        whole = EXPERIMENTS[self.experiment]
+        some = dataclasses.replace(whole, cells=lambda _: cells, plot=lambda rows, folder: [])
+        run = partial(run_locally, jobs=self.jobs) if self.jobs else run_here
+        report = run_sweep(
+            some, whole.options, out=out, execute=lambda ts: run([t for t in ts if t.cell in own])
+        )
         yield f"{self.experiment}: {report}"
         yield from (f"WRONG {row}" for row in report.wrong)
-        yield from (f"failed {cell}" for cell in report.failed)
+        yield from (f"failed {cell.partition(chr(10))[0]}" for cell in report.failed)
         yield from (f"absent ({count}) {reason}" for reason, count in report.unavailable.items())
 
 

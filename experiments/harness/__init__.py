@@ -22,4 +22,3 @@ from experiments.harness.grid import (
 from experiments.harness.ray_cluster import NoCluster, RayCluster
 from experiments.harness.store import FolderInUse
 from experiments.harness.sweep import OptionsError, SweepReport, plot_results, run_sweep
-from experiments.harness.workers import run_here

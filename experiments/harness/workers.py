@@ -93,7 +93,7 @@ def run_locally(tasks: Sequence[Task], *, jobs: int) -> Generator[Outcome]:
 
     A process takes the tasks of one group after the other, so that shared data are set up once.
     """
-    jobs = min(jobs, len(tasks))
+    jobs = max(1, min(jobs, len(tasks)))
     threads = max(1, len(os.sched_getaffinity(0)) // jobs)
     spawn = multiprocessing.get_context("spawn")
     new_pool = partial(ProcessPoolExecutor, 1, spawn, _set_up, (threads,))

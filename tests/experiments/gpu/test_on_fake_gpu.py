@@ -133,6 +133,7 @@ def test_the_stages_of_a_first_contact(small_gpu, tmp_path, monkeypatch):
     print(*said, sep="\n")
     assert not [text for _, text in said if "FAILED" in text or "Error" in text]
     rows = pd.read_csv(tmp_path / "predictions/nvidia-h200/rows.csv").set_index("name")
+    assert rows.loc["copy", "measured"] > 0, "the stage before this one"
     ours, *others = rows.loc[predictions.name_of(shape)].to_dict("records")
     assert ours["ratio"] == pytest.approx(ours["p50_us"] / 1e9)
     assert ours["verdict"].startswith("holds; predicted for Triton 3.0.1, measured with 3.")
