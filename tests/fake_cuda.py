@@ -89,7 +89,7 @@ class _Functions(TorchFunctionMode):
         places = [arg for arg in args if isinstance(arg, (str, torch.device))]
         places += [kwargs.pop("device")] if kwargs.get("device") is not None else []
         places += {_T.cpu: ["cpu"], _T.cuda: ["cuda"]}.get(func, [])
-        others = [arg for arg in args if not isinstance(arg, (str, torch.device))]
+        others = [arg for arg in args if isinstance(arg, (torch.dtype, torch.Tensor))]
         if not places or places == [torch.device("meta")] or _is_cuda(places[0]) == _on_gpu(x):
             kind = CudaTensor if _on_gpu(x) else None
             return _gpu.run(_T.to, (x, *others), kwargs, kind) if others or kwargs else x

@@ -320,7 +320,8 @@ def _summarise(options: argparse.Namespace) -> None:
         for path in _of_gpus(options.out, f"{name}/*/rows.csv"):
             rows = pd.read_csv(path)
             shown = rows[[column for column in columns if column in rows]].dropna(axis=1, how="all")
-            table = shown.to_string(index=False, float_format="{:.4g}".format, na_rep="")
+            how = {"float_format": "{:.4g}".format, "na_rep": "", "max_colwidth": 90}
+            table = shown.to_string(index=False, **how)
             text += ["", f"## {name}, {path.parent.name}", "", "```", table, "```"]
     write_atomically(folder / "summary.md", "\n".join(text) + "\n")
 
