@@ -19,6 +19,7 @@ import contextlib
 import dataclasses
 import importlib
 import importlib.metadata
+import itertools
 import multiprocessing
 import os
 import platform
@@ -45,8 +46,9 @@ _ROOT = Path(__file__).parents[2]
 _FORK = multiprocessing.get_context("fork")
 """A stage inherits what the parent has imported; the parent never touches the GPU."""
 _ARCHIVE_SECONDS = 10
-_GRACE = {signal.SIGINT: 8, signal.SIGKILL: 5}
-"""Seconds that a stage has to end after each signal: on the first it writes its tables."""
+_AT_ONCE = {signal.SIGKILL: 5}
+_GRACE = {signal.SIGINT: 8, **_AT_ONCE}
+"""On an interrupt a stage writes its tables."""
 
 
 Step = Callable[[Path], Iterator[str]]
@@ -155,8 +157,8 @@ STAGES: dict[str, tuple[float, tuple[Step, ...]]] = {
 """Seconds that a stage may take, and its steps; in the order of their worth."""
 _LEAST_SHARE = 0.3
 """Of the seconds of a stage, the share that is worth a start."""
-_WHILE_COMPILING = ("ceilings", "smoke", "races")
-"""Stages that do not need idle cores."""
+_UNTIMED = ("ceilings", "smoke", "races", "tests", "accuracy")
+"""Stages that do not need idle cores.  During them the following ones are compiled."""
 
 _SHOWN = {
     "predictions": ("name", "implementation", "unit", "predicted", "measured", "ratio", "verdict",
@@ -219,13 +221,17 @@ def main(arguments: list[str] | None = None) -> int:
     log, arch = Log(folder / "log.txt"), "sm_{}{}".format(*capability)
     found = [f"{n} {importlib.metadata.version(n)}" for n in ("torch", "triton") if _has(n)]
     log("start", f"{', '.join(found)}, Python {platform.python_version()}, {os.cpu_count()} cores")
-    compiling = _FORK.Process(target=_compile_ahead, args=(options.stages, arch, log))
-    compiling.start()
+    compiling = None
     try:
-        for name in options.stages:
+        for number, name in enumerate(options.stages):
             most, left = STAGES[name][0], end - time.monotonic() - 5
-            if name not in _WHILE_COMPILING:
+            if compiling is None or (name in _UNTIMED and not compiling.is_alive()):
+                following = _next_timed(options.stages[number:])
+                compiling = _FORK.Process(target=_compile_ahead, args=(following, arch, log))
+                compiling.start()
+            if name not in _UNTIMED:
                 compiling.join(min(40, max(0, left / 3)))
+                _end(compiling, _AT_ONCE)
             if left < _LEAST_SHARE * most:
                 log(name, f"not started: {left:.0f} s are left")
                 continue
@@ -239,13 +245,20 @@ def main(arguments: list[str] | None = None) -> int:
                 log(name, f"cut off after {min(most, left):.0f} s; its cells so far are kept")
             elif process.exitcode:
                 log(name, f"its process died, status {process.exitcode}")
-            _end(process)
+            _end(process, _GRACE)
             _summarise(options)
     finally:
-        _end(compiling)
+        if compiling:
+            _end(compiling, _AT_ONCE)
         _summarise(options)
     print((folder / "summary.md").read_text())
     return 0
+
+
+def _next_timed(stages: list[str]) -> list[str]:
+    """The first stages, up to the end of those that need idle cores."""
+    untimed = list(itertools.takewhile(_UNTIMED.__contains__, stages))
+    return untimed + list(itertools.takewhile(lambda n: n not in _UNTIMED, stages[len(untimed) :]))
 
 
 def _capability() -> tuple[int, int] | None:
@@ -269,9 +282,9 @@ def _end_with_parent() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _end(process: multiprocessing.Process) -> None:
-    """End a process and all that it started."""
-    for how, seconds in _GRACE.items():
+def _end(process: multiprocessing.Process, signals: dict[int, float]) -> None:
+    """End a process and all that it started, by signals and the seconds that each leaves it."""
+    for how, seconds in signals.items():
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, how)
         process.join(seconds)
