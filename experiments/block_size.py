@@ -165,7 +165,7 @@ def _waste(cell: OfTrace, trace: cache.Trace) -> dict[str, Any]:
 
 
 def _draw_latency(rows: style.DataFrame) -> style.Figure | None:
-    """Latency above, share of the copy bandwidth below, a column per context; GPU rows only."""
+    """Latency above, share of the measured peak below, a column per context; GPU rows only."""
     rows = rows[rows["part"] == "latency"]
     rows = rows.dropna(subset="p50_us") if len(rows) else rows
     if rows.empty:
@@ -183,14 +183,14 @@ def _draw_latency(rows: style.DataFrame) -> style.Figure | None:
             style.curve(bandwidth, line, "block_size", "bandwidth_fraction", 100, **look)
         # From the implementation-independent bytes: the same whatever the block size.
         fastest = (of_context["bytes"] / of_context["peak_gb_per_s"]).iloc[0] / 1e3
-        bound = {**style.BOUND, "label": "bound: copy bandwidth"}
+        bound = {**style.BOUND, "label": "bound: bytes at the measured peak"}
         latency.axhline(fastest, **bound)
         bandwidth.axhline(100, **bound)
         latency.set(title=f"context {context_len:,} tokens", ylim=(0, None))
         bandwidth.set_ylim(0, 110)
         style.log_x(bandwidth, base=4)
     axes[0].set_ylabel("latency (µs)")
-    axes[len(contexts)].set_ylabel("% of copy bandwidth")
+    axes[len(contexts)].set_ylabel("% of the measured peak")
     xlabel = f"block size (tokens); decode of {rows['batch'].iloc[0]} sequences"
     return style.shared_legend(figure, columns=4, xlabel=xlabel)
 

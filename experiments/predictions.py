@@ -28,10 +28,13 @@ from experiments.bench.shapes import OURS, Shape, Timed, use_device
 from experiments.harness import Absent, Axis, Experiment, Options, Positive, Unavailable
 from experiments.harness.environment import cuda_available
 
-CARDS = ("H100-SXM", "H200-SXM")
+CARDS = {"H100-SXM": "NVIDIA H100 80GB HBM3", "H200-SXM": "NVIDIA H200"}
+"""The driver's names of the cards that predictions are for."""
 TABLE = Path(__file__).parents[1] / "results/predictions/cpu/rows.csv"
 """The committed predictions; environment.json beside it has their date and commit."""
-_OTHERS = ("flash_attn_3", "flash_attn_2", "flex_attention", "gather_cudnn", "gather_sdpa")
+_OTHERS = ("flash_attn_3", "flash_attn_2", "gather_cudnn", "gather_sdpa")
+_COMPILED = ("flex_attention",)
+"""Takes long to compile for each shape, so two shapes have it, after all else."""
 _PAGED = 256
 """Block size of the others, which refuse smaller ones or copy the context anyway."""
 _RATIO_BAND = 0.1
@@ -87,14 +90,22 @@ class Measured(Options):
     part: str
     shapes: tuple[Shape, ...] = ()
     """One, or two of which the ratio is measured."""
+    others: tuple[str, ...] = ()
+    """Implementations that take turns with ours."""
     budget_ms: float
 
 
 def cells(options: Predictions) -> Iterator[Predicted | Measured | Absent]:
     for part in options.part:
-        if cuda_available():
-            for shapes in KERNELS if part == "kernels" else [()]:
-                yield Measured(part=part, shapes=shapes, budget_ms=options.budget_ms)
+        measured = functools.partial(Measured, part=part, budget_ms=options.budget_ms)
+        if cuda_available() and part == "kernels":
+            for shapes in KERNELS:
+                is_alone = len(shapes) > 1 or shapes[0].kv_dtype or shapes[0].block_size == _PAGED
+                yield measured(shapes=shapes, others=() if is_alone else _OTHERS)
+            for shapes in (KERNELS[0], KERNELS[5]):
+                yield measured(shapes=shapes, others=_COMPILED)
+        elif cuda_available():
+            yield measured()
         elif part == "ceilings":
             yield Absent("ceilings: there is no GPU here")
         else:
@@ -172,11 +183,11 @@ def _predict_engine(card: str) -> list[dict[str, Any]]:
 
 @functools.cache
 def _card_here() -> str:
-    """The card that predictions are for, else the name of the GPU."""
+    """The card that predictions are for, else the driver's name of the GPU."""
     import torch
 
     name = torch.cuda.get_device_name()
-    return next((card for card in CARDS if card.removesuffix("-SXM") in name), name)
+    return next((card for card, its_name in CARDS.items() if its_name == name), name)
 
 
 def _judged(name: str, measured: float) -> dict[str, Any]:
@@ -201,32 +212,31 @@ def _judged(name: str, measured: float) -> dict[str, Any]:
 
 
 def _measure_kernels(cell: Measured) -> list[dict[str, Any]]:
-    """Of one shape also the other implementations; they share no cache with ours but the card."""
+    """Clocks are read before and after the samples, while the card is idle."""
     from experiments.bench import gpu_timing, timed_ops
 
     timed = [Timed(shape=s, implementation=OURS, budget_ms=cell.budget_ms) for s in cell.shapes]
-    if len(timed) == 1 and not cell.shapes[0].kv_dtype:
-        shape = dataclasses.replace(cell.shapes[0], block_size=_PAGED)
-        timed += [dataclasses.replace(timed[0], shape=shape, implementation=n) for n in _OTHERS]
+    paged = dataclasses.replace(cell.shapes[0], block_size=_PAGED)
+    timed += [dataclasses.replace(timed[0], shape=paged, implementation=n) for n in cell.others]
     clocks = f"{gpu_timing.clocks_mhz()} before"
-    found = timed_ops.run_in_turns(timed)
+    ours, *rest = timed_ops.run_in_turns(timed)
     clocks += f", {gpu_timing.clocks_mhz()} after"
-    ours = found[: len(cell.shapes)]
-    for row in ours:
+    rows, name = [], name_of(*cell.shapes)
+    for row in (ours, *rest[: len(cell.shapes) - 1]):
         if isinstance(row, Unavailable):
             raise row
-    name = name_of(*cell.shapes)
-    if len(ours) == 2:
-        ratio = ours[0]["p50_us"] / ours[1]["p50_us"]
+    if len(cell.shapes) == 2:
+        ratio = ours["p50_us"] / rest[0]["p50_us"]
         return [{**_judged(name, ratio), "unit": "ratio", "clocks_mhz": clocks}]
-    rows = [{**_judged(name, ours[0]["p50_us"]), "unit": "us", **ours[0], "clocks_mhz": clocks}]
-    for one, row in zip(timed[1:], found[1:], strict=True):
-        about = {"name": name, "unit": "us", "implementation": one.implementation}
+    if cell.others != _COMPILED:  # else it has a row already
+        rows.append({**_judged(name, ours["p50_us"]), "unit": "us", **ours, "clocks_mhz": clocks})
+    for other, row in zip(cell.others, rest, strict=True):
+        about = {"name": name, "unit": "us", "implementation": other, "clocks_mhz": clocks}
         if isinstance(row, Unavailable):
             rows.append({**about, "verdict": str(row)})
         else:
-            over = {"ours_over_this": ours[0]["p50_us"] / row["p50_us"]}
-            rows.append({**about, "measured": row["p50_us"], **row, **over, "clocks_mhz": clocks})
+            over = {"ours_over_this": ours["p50_us"] / row["p50_us"]}
+            rows.append({**about, "measured": row["p50_us"], **row, **over})
     return rows
 
 
@@ -236,7 +246,7 @@ def _measure_engine(cell: Measured) -> list[dict[str, Any]]:
 
     options = dataclasses.replace(
         engine.EXPERIMENT.options, part=("throughput",), model="qwen3-0.6b",
-        system=("pagelab",), graphs=(True,), overlap=(True,),
+        system=("pagelab",), graphs=(True,), overlap=(True,), scale=1,
     )  # fmt: skip
     (bench,) = engine.cells(options)
     [row] = engine.run_cell(bench)

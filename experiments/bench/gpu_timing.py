@@ -1,4 +1,4 @@
-"""Times of GPU work, and the two rates of the card that they are compared with.
+"""Times of GPU work, and the rates of the card that they are compared with.
 
 Every sample starts with a cold L2: a buffer larger than it is read first, as
 `triton.testing.do_bench` overwrites one (`do_bench_cudagraph` does neither). With
@@ -54,7 +54,7 @@ def time_calls(
 ) -> dict[str, Times]:
     """Time calls that work on the current CUDA device, one sample of each in turn.
 
-    budget_ms: device time to spend on samples, the overwriting of L2 included; at least 7 samples
+    budget_ms: device time to spend on samples, the flush of L2 included; at least 7 samples
     of each call are taken.  Raises RuntimeError without a CUDA device, and for a graph of work that
     cannot be captured.
     """

@@ -243,8 +243,8 @@ def run_in_turns(cells: Sequence[Timed]) -> list[dict[str, Any] | Unavailable]:
     """The row of each cell: an implementation at a shape, its accuracy and its times.
 
     The calls are timed in turns.  Times are None without a CUDA device.  A cell whose
-    implementation cannot run here has the reason in place of a row; so has one of another project
-    that raises.  Raises WrongResult and ImpossibleTime.
+    implementation cannot run here, or is a baseline that raises, has the reason in place of a row.
+    Raises WrongResult and ImpossibleTime of other implementations.
     """
     found: list[tuple[Problem, Accuracy] | Unavailable] = []
     for cell in cells:
@@ -253,37 +253,55 @@ def run_in_turns(cells: Sequence[Timed]) -> list[dict[str, Any] | Unavailable]:
         except torch.OutOfMemoryError as error:
             release()
             found.append(Unavailable(str(error).split(". ")[0]))
-        except Unavailable as reason:
-            found.append(reason)
         except Exception as error:
-            if cell.implementation not in BASELINES:
-                raise
-            text = str(error).strip().partition("\n")[0]
-            found.append(Unavailable(f"{cell.implementation}: {type(error).__name__}: {text}"))
+            found.append(_reason(cell, error))
     ready = {cell: one for cell, one in zip(cells, found, strict=True) if isinstance(one, tuple)}
-    times = dict.fromkeys(ready, gpu_timing.Times())
+    rows: dict[Timed, Any] = dict.fromkeys(ready, gpu_timing.Times())
     if ready and torch.cuda.is_available():
         calls = {
             cell: (problem.implementations[cell.implementation], _launch(cell))
             for cell, (problem, _) in ready.items()
         }
-        times = gpu_timing.time_calls(calls, budget_ms=sum(cell.budget_ms for cell in ready))
-    rows = {
-        cell: {
-            **cell.shape.columns(),
-            "implementation": cell.implementation,
-            **accuracy_columns(accuracy),
-            **gpu_timing.timed_columns(
-                times[cell],
-                num_bytes=problem.case.num_bytes,
-                flops=problem.case.flops,
-                ceiling=_CEILINGS.get(cell.shape.op, "copy"),
-                launch=_launch(cell),
-            ),
-        }
-        for cell, (problem, accuracy) in ready.items()
-    }
+        try:
+            rows |= gpu_timing.time_calls(calls, budget_ms=sum(cell.budget_ms for cell in ready))
+        except Exception as error:  # of a baseline, if the others can be timed without it
+            for cell in [cell for cell in calls if cell.implementation in BASELINES]:
+                rows[cell] = _reason(cell, error)
+                del calls[cell]
+            if len(calls) == len(ready):
+                raise
+            rows |= gpu_timing.time_calls(calls, budget_ms=sum(cell.budget_ms for cell in calls))
+    for cell, (problem, accuracy) in ready.items():
+        if isinstance(rows[cell], gpu_timing.Times):
+            try:
+                rows[cell] = _row(cell, problem, accuracy, rows[cell])
+            except gpu_timing.ImpossibleTime as error:
+                rows[cell] = _reason(cell, error)
     return [rows.get(cell, one) for cell, one in zip(cells, found, strict=True)]
+
+
+def _reason(cell: Timed, error: Exception) -> Unavailable:
+    """Why a baseline has no row.  Raises ``error`` if it is not of a baseline."""
+    if isinstance(error, Unavailable):
+        return error
+    if cell.implementation not in BASELINES:
+        raise error
+    text = str(error).strip().partition("\n")[0]
+    return Unavailable(f"{cell.implementation}: {type(error).__name__}: {text}")
+
+
+def _row(
+    cell: Timed, problem: Problem, accuracy: Accuracy, times: gpu_timing.Times
+) -> dict[str, Any]:
+    columns = gpu_timing.timed_columns(
+        times,
+        num_bytes=problem.case.num_bytes,
+        flops=problem.case.flops,
+        ceiling=_CEILINGS.get(cell.shape.op, "copy"),
+        launch=_launch(cell),
+    )
+    about = {**cell.shape.columns(), "implementation": cell.implementation}
+    return {**about, **accuracy_columns(accuracy), **columns}
 
 
 def _launch(cell: Timed) -> gpu_timing.Launch:

@@ -19,7 +19,6 @@ import contextlib
 import dataclasses
 import importlib
 import importlib.metadata
-import itertools
 import multiprocessing
 import os
 import platform
@@ -46,6 +45,8 @@ _ROOT = Path(__file__).parents[2]
 _FORK = multiprocessing.get_context("fork")
 """A stage inherits what the parent has imported; the parent never touches the GPU."""
 _ARCHIVE_SECONDS = 10
+_WENT_WRONG = 3
+"""Exit status of a stage in which something was wrong or failed."""
 _AT_ONCE = {signal.SIGKILL: 5}
 _GRACE = {signal.SIGINT: 8, **_AT_ONCE}
 """On an interrupt a stage writes its tables."""
@@ -64,7 +65,8 @@ class Sweep:
     implementations: tuple[str, ...] = ()
     """Only these; all if empty."""
     jobs: int | None = None
-    """Worker processes.  None: the cells run in the stage's own process."""
+    """Worker processes, which are replaced after an error of the device.  None: the cells run in
+    the stage's own process, which saves imports."""
 
     def cells(self) -> Iterator[Any]:
         """The cells on this machine."""
@@ -76,12 +78,13 @@ class Sweep:
                 yield cell
 
     def __call__(self, out: Path) -> Iterator[str]:
-        """The table holds what other stages found too."""
+        """Run the cells.  Rows that other stages found stay in the table."""
         own = list(self.cells())
-        steps = (step for _, steps in STAGES.values() for step in steps)
-        same = (s for s in steps if isinstance(s, Sweep) and s.experiment == self.experiment)
-        others = (cell for s in same for cell in s.cells() if not isinstance(cell, Absent))
-        cells = dict.fromkeys([*own, *others])
+        cells = dict.fromkeys(own)
+        for step in (step for _, steps in STAGES.values() for step in steps):
+            if isinstance(step, Sweep) and step.experiment == self.experiment:
+                with contextlib.suppress(Exception):  # its own stage will say what is wrong
+                    cells |= dict.fromkeys(c for c in step.cells() if not isinstance(c, Absent))
         whole = EXPERIMENTS[self.experiment]
         some = dataclasses.replace(whole, cells=lambda _: cells, plot=lambda rows, folder: [])
         run = partial(run_locally, jobs=self.jobs) if self.jobs else run_here
@@ -90,7 +93,7 @@ class Sweep:
         )
         yield f"{self.experiment}: {report}"
         yield from (f"WRONG {row}" for row in report.wrong)
-        yield from (f"failed {cell.partition(chr(10))[0]}" for cell in report.failed)
+        yield from (f"FAILED {cell.partition(chr(10))[0]}" for cell in report.failed)
         yield from (f"absent ({count}) {reason}" for reason, count in report.unavailable.items())
 
 
@@ -106,6 +109,8 @@ def device_tests(*options: str) -> Step:
             (out / "first_contact" / "pytest.txt").open("a", buffering=1) as log,
             subprocess.Popen(command, cwd=_ROOT, **pipe) as process,
         ):
+            # At its limit pytest says what failed so far, if this process goes on reading.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
             for line in process.stdout:
                 log.write(line)
                 last = line.strip() or last
@@ -135,10 +140,12 @@ _LATENCY = {
 _BESIDE = ("paged_decode", "torch", "copy_engine", "flash_attn_2", "flash_attn_3")
 STAGES: dict[str, tuple[float, tuple[Step, ...]]] = {
     "ceilings": (45, (Sweep("predictions", {"part": ("ceilings",)}),)),
-    "smoke": (75, (Sweep("kernel_accuracy", _SMOKE),)),
+    "smoke": (75, (Sweep("kernel_accuracy", _SMOKE, jobs=1),)),
     "races": (60, (device_tests("-k", "repeats"),)),
-    "headline": (110, (Sweep("predictions", {"part": ("kernels",)}),)),
-    "block_size": (75, (Sweep("block_size", {"part": ("latency",)}, (OURS, "flash_attn_2")),)),
+    "headline": (110, (Sweep("predictions", {"part": ("kernels",)}, jobs=1),)),
+    "block_size": (75, (
+        Sweep("block_size", {"part": ("latency",)}, (OURS, "flash_attn_2"), jobs=1),
+    )),
     "engine": (90, (
         Sweep("predictions", {"part": ("engine",)}), Sweep("engine", {"part": ("throughput",)}),
     )),
@@ -151,21 +158,21 @@ STAGES: dict[str, tuple[float, tuple[Step, ...]]] = {
     "accuracy": (120, (
         Sweep("kernel_accuracy", {"block_size": (16, 24), "head_dim": (64, 128)}, jobs=12),
     )),
-    "launches": (40, (Sweep("overhead", {"part": ("launch",)}),)),
-    "fp8": (90, (Sweep("fp8_quality", {}),)),
 }  # fmt: skip
 """Seconds that a stage may take, and its steps; in the order of their worth."""
 _LEAST_SHARE = 0.3
 """Of the seconds of a stage, the share that is worth a start."""
 _UNTIMED = ("ceilings", "smoke", "races", "tests", "accuracy")
-"""Stages that do not need idle cores.  During them the following ones are compiled."""
+"""Stages that do not need idle cores."""
 
 _SHOWN = {
     "predictions": ("name", "implementation", "unit", "predicted", "measured", "ratio", "verdict",
-                    "ours_over_this", "bandwidth_fraction", "matmul_fraction", "above_peak"),
+                    "ours_over_this", "launch", "bandwidth_fraction", "matmul_fraction",
+                    "above_peak"),
     "block_size": ("implementation", "context_len", "block_size", "p50_us", "bandwidth_fraction"),
-    "engine": ("part", "variant", "seconds", "tokens_per_s", "decode_step_s_p50", "hit_rate",
-               "replay_hit_rate", "ttft_mean_s", "clock_seconds", "phase", "over_transformers_p50"),
+    "engine": ("part", "variant", "scale", "seconds", "tokens_per_s", "decode_step_s_p50",
+               "hit_rate", "replay_hit_rate", "ttft_mean_s", "clock_seconds", "phase",
+               "over_transformers_p50"),
 }  # fmt: skip
 """Columns of the tables in the summary."""
 
@@ -183,14 +190,21 @@ class Log:
             file.write(line + "\n")
 
 
-def run_stage(name: str, out: Path, log: Callable[[str, str], None]) -> None:
-    """Run the steps of a stage in this process; an error of one ends this step alone."""
+def run_stage(name: str, out: Path, log: Callable[[str, str], None]) -> bool:
+    """Run the steps of a stage in this process; an error of one ends this step alone.
+
+    Returns whether all went well.
+    """
+    went_well = True
     for step in STAGES[name][1]:
         try:
             for line in step(out):
                 log(name, line)
+                went_well &= not line.startswith(("WRONG", "FAILED", "ERROR"))
         except Exception as error:
             log(name, f"{type(error).__name__}: {str(error)[:400]}")
+            went_well = False
+    return went_well
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -207,6 +221,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not options.seconds > 0:
         parser.error(f"--seconds {options.seconds:g}: needs a number above 0")
+    if options.archive and not options.archive.parent.is_dir():
+        parser.error(f"--archive {options.archive}: there is no folder {options.archive.parent}")
     end = time.monotonic() + options.seconds
     for module in ("torch", "kernels.testing.cases", "models"):  # once, for all stages
         importlib.import_module(module)
@@ -221,14 +237,12 @@ def main(arguments: list[str] | None = None) -> int:
     log, arch = Log(folder / "log.txt"), "sm_{}{}".format(*capability)
     found = [f"{n} {importlib.metadata.version(n)}" for n in ("torch", "triton") if _has(n)]
     log("start", f"{', '.join(found)}, Python {platform.python_version()}, {os.cpu_count()} cores")
-    compiling = None
+    compiling = _FORK.Process(target=_compile_ahead, args=(options.stages, arch, log))
+    compiling.start()
+    process, statuses = None, []
     try:
-        for number, name in enumerate(options.stages):
+        for name in options.stages:
             most, left = STAGES[name][0], end - time.monotonic() - 5
-            if compiling is None or (name in _UNTIMED and not compiling.is_alive()):
-                following = _next_timed(options.stages[number:])
-                compiling = _FORK.Process(target=_compile_ahead, args=(following, arch, log))
-                compiling.start()
             if name not in _UNTIMED:
                 compiling.join(min(40, max(0, left / 3)))
                 _end(compiling, _AT_ONCE)
@@ -240,25 +254,19 @@ def main(arguments: list[str] | None = None) -> int:
             limit = time.monotonic() + min(most, left)
             while process.is_alive() and (rest := limit - time.monotonic()) > 0:
                 process.join(min(_ARCHIVE_SECONDS, rest))
-                _archive(options)
+                _summarise(options)
             if process.is_alive():
                 log(name, f"cut off after {min(most, left):.0f} s; its cells so far are kept")
-            elif process.exitcode:
-                log(name, f"its process died, status {process.exitcode}")
             _end(process, _GRACE)
+            statuses.append(process.exitcode)
+            if process.exitcode not in (0, _WENT_WRONG):
+                log(name, f"its process died, status {process.exitcode}")
             _summarise(options)
     finally:
-        if compiling:
-            _end(compiling, _AT_ONCE)
-        _summarise(options)
+        for child in filter(None, (process, compiling)):
+            _end(child, _AT_ONCE)
     print((folder / "summary.md").read_text())
-    return 0
-
-
-def _next_timed(stages: list[str]) -> list[str]:
-    """The first stages, up to the end of those that need idle cores."""
-    untimed = list(itertools.takewhile(_UNTIMED.__contains__, stages))
-    return untimed + list(itertools.takewhile(lambda n: n not in _UNTIMED, stages[len(untimed) :]))
+    return int(any(statuses))
 
 
 def _capability() -> tuple[int, int] | None:
@@ -274,7 +282,7 @@ def _in_child(name: str, out: Path, log: Log) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with contextlib.suppress(KeyboardInterrupt):
-        run_stage(name, out, log)
+        sys.exit(0 if run_stage(name, out, log) else _WENT_WRONG)
 
 
 def _end_with_parent() -> None:
@@ -295,10 +303,13 @@ def _compile_ahead(stages: list[str], arch: str, log: Log) -> None:
     os.setsid()
     os.nice(5)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    began = time.time()
-    steps = [step for name in stages for step in STAGES[name][1]]
-    cells = [cell for step in steps if isinstance(step, Sweep) for cell in step.cells()]
-    with ProcessPoolExecutor(max(1, (os.cpu_count() or 1) - 3), _FORK) as pool:
+    began, cells = time.time(), []
+    for step in (step for name in stages for step in STAGES[name][1]):
+        if isinstance(step, Sweep) and step.jobs in (None, 1):
+            with contextlib.suppress(Exception):
+                cells += step.cells()
+    usable = min(16, len(os.sched_getaffinity(0)))
+    with ProcessPoolExecutor(max(1, usable - 3), _FORK) as pool:
         count = sum(pool.map(partial(compile_cell, arch), cells))
     log("compile", f"{count} kernels for {arch} in {time.time() - began:.0f} s")
 
@@ -324,35 +335,26 @@ def compile_cell(arch: str, cell: Any) -> int:
 
 
 def _summarise(options: argparse.Namespace) -> None:
-    """Write the log and the tables of this GPU as one page."""
+    """Write the log and the tables of this GPU as one page, and all results to the archive."""
     import pandas as pd
 
     folder = options.out / "first_contact"
+    found = [f for name in EXPERIMENTS for f in sorted((options.out / name).glob("*/"))]
+    found = [f for f in found if f.name != "cpu"]
     text = ["# First contact", "", "```", (folder / "log.txt").read_text(), "```"]
-    for name, columns in _SHOWN.items():
-        for path in _of_gpus(options.out, f"{name}/*/rows.csv"):
-            rows = pd.read_csv(path)
+    for of_gpu in found:
+        columns = _SHOWN.get(of_gpu.parent.name)
+        if columns and (of_gpu / "rows.csv").exists():
+            rows = pd.read_csv(of_gpu / "rows.csv")
             shown = rows[[column for column in columns if column in rows]].dropna(axis=1, how="all")
             how = {"float_format": "{:.4g}".format, "na_rep": "", "max_colwidth": 90}
-            table = shown.to_string(index=False, **how)
-            text += ["", f"## {name}, {path.parent.name}", "", "```", table, "```"]
+            title = f"## {of_gpu.parent.name}, {of_gpu.name}"
+            text += ["", title, "", "```", shown.to_string(index=False, **how), "```"]
     write_atomically(folder / "summary.md", "\n".join(text) + "\n")
-
-
-def _of_gpus(out: Path, pattern: str) -> list[Path]:
-    return [path for path in sorted(out.glob(pattern)) if "cpu" not in path.parts]
-
-
-def _archive(options: argparse.Namespace) -> None:
-    """Everything of this GPU in one file."""
-    if options.archive is None:
-        return
-    part = options.archive.with_suffix(".part")
-    with tarfile.open(part, "w:gz") as tar:
-        for folder in (options.out / "first_contact", *_of_gpus(options.out, "*/*/")):
-            tar.add(folder, folder.relative_to(options.out))
-    part.replace(options.archive)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    if options.archive:
+        part = options.archive.with_suffix(".part")
+        with contextlib.suppress(OSError):  # a file that is written meanwhile
+            with tarfile.open(part, "w:gz") as tar:
+                for one in (folder, *found):
+                    tar.add(one, one.relative_to(options.out))
+            part.replace(options.archive)

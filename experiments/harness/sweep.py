@@ -28,8 +28,8 @@ from experiments.harness.workers import Executor, Outcome, Task, run_locally
 log = logging.getLogger("experiments")
 log.setLevel(logging.INFO)
 
-_ASSEMBLE_SECONDS = 10
-"""The table of a running sweep, which may be killed, is at most this much behind its cells."""
+_ASSEMBLE_SECONDS = 1
+"""The least time between two writings of the table of a running sweep, which may be killed."""
 _MOST_LISTED = 10
 """Failed cells, or wrong rows, that the console lists."""
 

@@ -62,7 +62,7 @@ def _draw_decode(rows: style.DataFrame) -> style.Figure:
         # The bound of the wider cache where two are drawn; fp8 may lie below it.
         best = of_context.sort_values(["batch", "bytes"]).drop_duplicates("batch", keep="last")
         fastest = best["bytes"] / best["peak_gb_per_s"] / 1e3
-        axis.plot(best["batch"], fastest, **style.BOUND, label="bound: bytes at copy bandwidth")
+        axis.plot(best["batch"], fastest, **style.BOUND, label="bound: bytes at the measured peak")
         axis.set_yscale("log")
         style.log_x(axis, base=2)
         axis.set_title(f"context {context_len:,} tokens")

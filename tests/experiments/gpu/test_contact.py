@@ -5,6 +5,7 @@ The stages themselves are rehearsed in test_on_fake_gpu.py.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -31,6 +32,10 @@ def hang(out):
 def crash(out):
     os._exit(7)
     yield
+
+
+def fine(out):
+    yield "done"
 
 
 def raises(out):
@@ -60,11 +65,11 @@ def gpu_run(monkeypatch, tmp_path, capfd):
 
 
 def test_a_stage_that_hangs_or_dies_costs_itself_alone(gpu_run, tmp_path):
-    stages = {"hang": (hang,), "crash": (crash,), "raise": (raises, raises)}
+    stages = {"hang": (hang,), "crash": (crash,), "raise": (raises, raises), "fine": (fine,)}
     stages = {name: (2, steps) for name, steps in stages.items()} | {"long": (1000, ())}
     archive = tmp_path / "back.tar.gz"
     status, log = gpu_run(stages, "--archive", str(archive), "--seconds", "60")
-    assert status == 0
+    assert status == 1
     assert "hang: cut off after 2 s; its cells so far are kept" in log
     assert "crash: its process died, status 7" in log
     assert log.count("raise: before") == 2, "an error of a step ends this step alone"
@@ -74,8 +79,25 @@ def test_a_stage_that_hangs_or_dies_costs_itself_alone(gpu_run, tmp_path):
     assert "first shape" in summary
     with tarfile.open(archive) as tar:
         assert "predictions/nvidia/rows.csv" in tar.getnames()
+        assert tar.extractfile("first_contact/summary.md").read().decode() == summary
     child = Path("/proc", log.partition("child ")[2].split()[0], "cmdline")
     assert not child.exists() or not child.read_text(), "it is gone, or dead and not reaped"
+
+
+def test_a_run_in_which_all_goes_well(gpu_run):
+    assert gpu_run({"fine": (10, (fine,))})[0] == 0
+
+
+def test_an_interrupt_ends_everything(gpu_run, monkeypatch):
+    """Of the parent, as by Ctrl-C."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(contact, "_summarise", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        gpu_run({"hang": (1000, (hang,))})
+    assert not multiprocessing.active_children()
 
 
 def test_the_device_tests_are_run_and_their_failures_are_lines(tmp_path):
@@ -88,7 +110,8 @@ def test_the_device_tests_are_run_and_their_failures_are_lines(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [([], "needs a CUDA GPU"), (["--seconds", "0"], "--seconds 0: needs a number above 0"),
-     (["--stages", "smok"], "invalid choice: 'smok'")],
+     (["--stages", "smok"], "invalid choice: 'smok'"),
+     (["--archive", "/no/x.tar.gz"], "--archive /no/x.tar.gz: there is no folder /no")],
 )  # fmt: skip
 def test_what_cannot_run_says_why(arguments, says, tmp_path, capsys):
     try:

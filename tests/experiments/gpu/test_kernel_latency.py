@@ -75,7 +75,7 @@ def test_figures_of_a_table_with_times(timed_rows, drawn):
     assert len([axis for axis in latency.axes if axis.get_title()]) == 2
     labels = {line.get_label() for line in latency.axes[0].get_lines()}
     assert {f"{OURS}, block 16", f"{OURS}, block 256", "flash_attn_2, block 256"} <= labels
-    assert "bound: bytes at copy bandwidth" in labels
+    assert "bound: bytes at the measured peak" in labels
     assert f"{OURS}, block 16, fp8 cache" in labels
     assert not any("flash_attn_3" in label for label in labels)
     for line in latency.axes[0].get_lines():

@@ -113,8 +113,10 @@ def test_the_stages_of_a_first_contact(small_gpu, tmp_path, monkeypatch):
     """Their own code at tiny sizes; all tables and the summary are written."""
     shape = Shape(op="decode", batch=2, context_len=9, block_size=4, **HEADS)
     pair = (shape, replace(shape, batch=1))
-    monkeypatch.setattr(predictions, "KERNELS", ((shape,), pair))
-    monkeypatch.setattr(predictions, "_OTHERS", ("flash_attn_2", "gather_sdpa"))
+    monkeypatch.setattr(predictions, "KERNELS", ((shape,), *[pair] * 4, (shape,)))
+    monkeypatch.setattr(predictions, "CARDS", {"H200-SXM": "NVIDIA H200"})
+    monkeypatch.setattr(predictions, "_OTHERS", ("flash_attn_2", "gather_cudnn"))
+    monkeypatch.setattr(predictions, "_COMPILED", ("gather_sdpa",))
     known = pd.DataFrame({"gpu": "H200-SXM", "name": [predictions.name_of(shape)]})
     known = known.assign(predicted=1e9, low=0.0, high=2e9)
     known.to_csv(tmp_path / "rows.csv")
@@ -127,7 +129,9 @@ def test_the_stages_of_a_first_contact(small_gpu, tmp_path, monkeypatch):
     said = []
     for name in ("ceilings", "smoke", "headline"):
         most, steps = contact.STAGES[name]
-        small = [replace(s, options=s.options | tiny.get(s.experiment, {})) for s in steps]
+        small = [
+            replace(s, options=s.options | tiny.get(s.experiment, {}), jobs=None) for s in steps
+        ]
         monkeypatch.setitem(contact.STAGES, name, (most, small))
         contact.run_stage(name, tmp_path, lambda *line: said.append(line))
     print(*said, sep="\n")
