@@ -7,12 +7,12 @@
 
 Prompts of a trace are divided by ``scale``, and so are its blocks, so prompts share the same blocks
 as before.  The requests are served again without a model.  Policies get no time, so both runs must
-have the same hit rate.  ``clock_seconds`` is the second run's time on ``GpuClock``.
+have the same hit rate (``passed``).  A cell is served once, so its hit rate is exact, and
+differences of a few percent in time are noise.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import random
@@ -31,11 +31,11 @@ from cache.serving.open_loop import engine_without_model
 from cache.serving.sampling_params import SamplingParams
 from cache.serving.scheduler import Scheduler
 from experiments import quantiles, style
-from experiments.harness import Absent, Axis, Count, Experiment, Percent, Unavailable, grid, one_of
-from experiments.harness.environment import cpu_model, cuda_available, device_slug
+from experiments.harness import Absent, Axis, Count, Experiment, Needs, Percent, Unavailable
+from experiments.harness.environment import cpu_model, cuda_available
+from experiments.harness.grid import grid, one_of
 from experiments.load import engine_models, workloads
-from experiments.load.gpu_clock import GpuClock
-from experiments.load.workloads import OnTraces
+from experiments.load.workloads import OnTraces, Workload
 
 NO_CACHE = "no_cache"
 """In place of a policy: prefix caching off."""
@@ -43,20 +43,25 @@ _POLICIES = f"lru {NO_CACHE} gittins fifo lfu arc mq safeguarded s3fifo random"
 _AXES = {"throughput": ("system", "graphs", "overlap"), "block_size": ("block_size",)}
 _AXES |= {"policy": ("policy", "pool_percent"), "manager": ("manager",)}
 _AXES |= {"transformers": ("sequences", "prompt_tokens")}
-_CARDS = {"nvidia-h100-80gb-hbm3": "H100-SXM", "nvidia-a100-sxm4-80gb": "A100-SXM"}
-_CARDS |= {"nvidia-b200": "B200-SXM", "nvidia-l40s": "L40S"}
+_TEMPERATURE = 0.6
+"""Of nano-vLLM's benchmark.  On a trace outputs are greedy, so that they can be compared."""
+_ONLINE = tuple(name for name in cache.POLICIES if name not in ("belady", "reuse_oracle"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnDevice(OnTraces):
-    """The grid: parts, each with axes of its own.  The default trace is claude_code_512_a."""
+    """The grid: parts, each with axes of its own.
+
+    The default trace is claude_code_512_a; in ``policy`` also the workload agent_loops.
+    """
 
     part: Axis[Literal[tuple(_AXES)]] = tuple(_AXES)
     model: Annotated[str, one_of(engine_models.NAMES)] | None = None
     """A shape, or the checkpoint of `make model`. None: qwen3-0.6b on a GPU, else llama-100m."""
     scale: Count | None = None
-    """Divides prompts, and the benchmark's outputs. None: 64 on a CPU; on a GPU the least power of
-    two with which the K/V of all tokens fit half of the free memory."""
+    """Divides prompts, and the benchmark's outputs. None: on a CPU 64, or for smaller blocks of the
+    trace a quarter of them; on a GPU the least power of two with which the K/V of all tokens fit
+    half of the memory."""
     threads: Count = 2
     system: Axis[Literal["pagelab", "nano_vllm"]] = ("pagelab", "nano_vllm")
     graphs: Axis[bool] = (True, False)
@@ -68,9 +73,9 @@ class OnDevice(OnTraces):
     num_requests: Count = 40
     """The first requests of the trace with at most ``longest`` prompt tokens."""
     longest: Count = 16_384
-    output_tokens: Count = 16
+    output_tokens: Annotated[int, Needs("an int of at least 2", lambda count: count >= 2)] = 16
     block_size: Axis[Count] = (8, 16, 32, 64, 128, 256)
-    policy: Axis[Annotated[str, one_of((NO_CACHE, *cache.POLICIES))]] = tuple(_POLICIES.split())
+    policy: Axis[Annotated[str, one_of((NO_CACHE, *_ONLINE))]] = tuple(_POLICIES.split())
     manager: Axis[engine_models.Manager] = tuple(cache.MANAGERS)
     pool_percent: Axis[Percent] = (20.0, 50.0)
     """Tokens of the pool, in percent of the unique tokens of the requests; at least 1.25 times the
@@ -84,9 +89,13 @@ def cells(options: OnDevice) -> Iterator[OnDevice | Absent]:
     fixed |= {"model": options.model or ("qwen3-0.6b" if gpu else "llama-100m")}
     fixed |= {"graphs": [gpu], "overlap": [gpu], "policy": ["lru"], "manager": ["vllm_v1"]}
     if set(options.part) - {"throughput", "transformers"}:
-        sources = list(options.sources())[: len(options.trace) or 1]
+        sources = list(options.sources())
+        if not options.trace:
+            sources = [Workload("agent_loops", options.seed, None), sources[0]]
     for part in options.part:
         own = {"part": [part], "trace": sources, "pool_percent": options.pool_percent[-1:]}
+        if part != "policy" and not options.trace:
+            own["trace"] = sources[-1:]
         own |= {name: getattr(options, name) for name in _AXES[part]}
         if part in ("throughput", "transformers"):
             own |= {"trace": [None], "pool_percent": [100.0]}
@@ -98,11 +107,11 @@ def cells(options: OnDevice) -> Iterator[OnDevice | Absent]:
                 yield cell
 
 
-def nano_vllm_requests(requests: int = 256, longest: int = 1024) -> tuple[list, list[int]]:
+def nano_vllm_requests(requests: int = 256) -> tuple[list, list[int]]:
     """Prompts (token ids) and output lengths of nano-vLLM's bench.py, draw for draw."""
     draw = random.Random(0).randint
-    prompts = [[draw(0, 10_000) for _ in range(draw(100, longest))] for _ in range(requests)]
-    return prompts, [draw(100, longest) for _ in range(requests)]
+    prompts = [[draw(0, 10_000) for _ in range(draw(100, 1024))] for _ in range(requests)]
+    return prompts, [draw(100, 1024) for _ in range(requests)]
 
 
 def _requests(cell: OnDevice) -> tuple[list, list[int], int, int, int]:
@@ -112,17 +121,22 @@ def _requests(cell: OnDevice) -> tuple[list, list[int], int, int, int]:
     config = engine_models.model_config(cell.model)
     if cell.trace is None:
         prompts, outputs = nano_vllm_requests(cell.bench_requests)
-        unique, block_size = sum(map(len, prompts)) + sum(outputs), 2**20
+        unique, block_size = sum(map(len, prompts)) + sum(outputs), 256
     else:
         trace = workloads.load(cell.trace)
         short = np.flatnonzero(trace.input_lengths <= cell.longest)
+        if not len(short):
+            raise ValueError(f"--longest {cell.longest}: no prompt of {trace.name} is as short")
         trace = trace.take(short[: cell.num_requests])
         unique, block_size = trace.num_unique_blocks * trace.block_size, trace.block_size
-    scale = cell.scale or 64
+    scale = cell.scale or max(1, min(64, block_size // 4))
     if cuda_available() and cell.scale is None:
-        share = unique * config.kv_block_bytes(1, config.dtype) / torch.cuda.mem_get_info()[0]
+        memory = torch.cuda.mem_get_info()[1]  # all, as what is free depends on the cells before
+        share = unique * config.kv_block_bytes(1, config.dtype) / memory
         scale = 2 ** max(0, math.ceil(math.log2(2 * share)))
-    scale = math.gcd(scale, block_size)
+    if cell.trace and block_size % scale:
+        blocks = f"needs a divisor of the {block_size} tokens of a block of {trace.name}"
+        raise ValueError(f"--scale {scale}: {blocks}; or fewer --num-requests")
     if cell.trace is None:
         prompts = [[t % config.vocab_size for t in p[: max(1, len(p) // scale)]] for p in prompts]
         outputs = [max(1, output // scale) for output in outputs]
@@ -146,17 +160,28 @@ def _prepare(cell: OnDevice) -> tuple:
     sizes = {"block_size": block_size, "num_blocks": -(-max(2 * longest, unique) // block_size)}
     options = {"threads": cell.threads, "seed": cell.seed, "cuda_graphs": cell.graphs}
     llm = engine_models.make_llm(cell.model, max_model_len=longest, **options, **limits, **sizes)
-    _serve(llm.engine, prompts[:8], [min(4, n) for n in outputs[:8]])  # compiles kernels
+    warm = len(prompts) if cuda_available() else 8  # compiles what the cells launch
+    if cell.trace:  # the smallest pool, where prompts are computed in parts
+        sizes["num_blocks"] = -(-5 * longest // 4 // block_size)
+        sizes |= engine_models.hash_option("vllm_v1")
+        llm.engine.restart(Scheduler(cache.make_manager("vllm_v1", **sizes), **limits))
+    few = [min(4, count) for count in outputs[:warm]]
+    _serve(llm.engine, prompts[:warm], few, 0.0 if cell.trace else _TEMPERATURE)
     return llm, limits, *requests
 
 
 def run_cell(cell: OnDevice) -> list[dict[str, Any]]:
+    import torch
+
     try:
         if cell.part == "transformers":
             return _beside_transformers(cell)
         return [_nano_vllm(cell) if cell.system == "nano_vllm" else _served(cell)]
     except (ImportError, FileNotFoundError) as error:  # packages, and the checkpoint
         raise Unavailable(str(error)) from error
+    except torch.OutOfMemoryError as error:
+        _prepare.cache_clear()
+        raise Unavailable(str(error).partition(". ")[0]) from error
 
 
 def _nano_vllm(cell: OnDevice) -> dict[str, Any]:
@@ -165,7 +190,7 @@ def _nano_vllm(cell: OnDevice) -> dict[str, Any]:
     seconds = engine_models.nano_vllm_seconds(cell.model, prompts, outputs)
     row = {"seconds": seconds, "tokens_per_s": sum(outputs) / seconds, "scale": scale}
     row |= {"all_output_tokens": sum(outputs), "dtype": "bfloat16", "variant": cell.system}
-    return cell.columns("part", "model", "graphs", "overlap") | row
+    return cell.columns("part", "model", "graphs", "overlap", "trace", "pool_percent") | row
 
 
 def _served(cell: OnDevice) -> dict[str, Any]:
@@ -183,16 +208,15 @@ def _served(cell: OnDevice) -> dict[str, Any]:
         options |= {"max_model_len": longest, "final_length": attrgetter("max_num_tokens")}
     new_manager = partial(cache.make_manager, cell.manager, **options)
     engine.restart(Scheduler(new_manager(), **limits))
-    row, tokens = _serve(engine, prompts, outputs, temperature=0.0 if cell.trace else 0.6)
+    row, tokens = _serve(engine, prompts, outputs, 0.0 if cell.trace else _TEMPERATURE)
     replay = engine_without_model(new_manager(), max_model_len=longest, **limits)
-    replay.overlap, clock = engine.overlap, None
-    with contextlib.suppress(ImportError, ValueError):  # without zstandard; unknown GPU or model
-        clock = GpuClock(cell.model, _CARDS.get(device_slug(EXPERIMENT), ""), **limits)
-    again, _ = _serve(replay, prompts, outputs, clock=clock)
-    row |= {"clock_seconds": again["clock_seconds"], "replay_hit_rate": again["hit_rate"]}
+    replay.overlap = engine.overlap
+    again, _ = _serve(replay, prompts, outputs)
+    row["replay_hit_rate"] = again["hit_rate"]
+    is_whole = [*map(len, tokens)] == outputs
     row |= {"block_size": block_size, "pool_tokens": options["num_blocks"] * block_size}
     row |= {"scale": scale, "tokens_checksum": zlib.crc32(str(tokens).encode())}
-    row |= {"passed": row["hit_rate"] == again["hit_rate"], **_columns(cell, llm)}
+    row |= {"passed": is_whole and row["hit_rate"] == again["hit_rate"], **_columns(cell, llm)}
     row |= cell.columns("policy", "manager", "pool_percent") | {"overlap": engine.overlap}
     return row | {"trace": cell.trace and cell.trace.name}
 
@@ -205,14 +229,13 @@ def _columns(cell: OnDevice, llm: Any) -> dict[str, Any]:
 
 
 def _serve(
-    engine: Any, prompts: list, outputs: list[int], temperature: float = 0.0, clock: Any = None
+    engine: Any, prompts: list, outputs: list[int], temperature: float = 0.0
 ) -> tuple[dict[str, Any], list]:
     """Serve requests that arrive at once; returns columns of the run, and the output tokens."""
-    compute, modelled, steps = engine.runner.run, [], []
+    compute, steps = engine.runner.run, []
 
     def run(step: Any, manager: cache.CacheManager) -> Any:
-        modelled.append(clock.duration(step) if clock else 0.0)
-        steps.append((time.perf_counter(), step.num_tokens == len(step.sequences)))
+        steps.append((time.perf_counter(), step.num_tokens == len(step.sequences) > 0))
         return compute(step, manager)
 
     engine.runner.run, engine.manager.clock = run, None
@@ -220,9 +243,12 @@ def _serve(
     params = [SamplingParams(max_tokens=length, **fixed) for length in outputs]
     ids = [engine.add(*pair) for pair in zip(prompts, params, strict=True)]
     requests = [engine.requests[number] for number in ids]
-    while engine.has_unfinished:
-        engine.step()
-    seconds, engine.runner.run = time.perf_counter() - begin, compute
+    try:
+        while engine.has_unfinished:
+            engine.step()
+    finally:
+        engine.runner.run = compute
+    seconds = time.perf_counter() - begin
     stats, prompt_tokens = [request.stats for request in requests], sum(map(len, prompts))
     decoding = [b - a for (a, decodes), (b, _) in itertools.pairwise(steps) if decodes]
     row = {"requests": len(stats), "all_prompt_tokens": prompt_tokens, "seconds": seconds}
@@ -231,7 +257,6 @@ def _serve(
     row |= quantiles.of_times("ttft", [request.time_to_first_token for request in stats])
     row["preemptions"] = sum(request.num_preemptions for request in stats)
     row["hit_rate"] = sum(request.num_cached_tokens for request in stats) / prompt_tokens
-    row["clock_seconds"] = sum(modelled) if clock else None
     return row, [request.sequences[0].output_token_ids for request in requests]
 
 
@@ -264,7 +289,8 @@ def _beside_transformers(cell: OnDevice) -> list[dict[str, Any]]:
     rows = []
     for phase, count in enumerate((cell.prompt_tokens, cell.output_tokens - 1)):
         rates = size[0] * count / seconds[1:, :, phase].T  # the first repeat warms up
-        row = cell.columns("sequences", "prompt_tokens", "output_tokens") | _columns(cell, llm)
+        row = cell.columns("sequences", "prompt_tokens", "output_tokens", "trace", "pool_percent")
+        row |= _columns(cell, llm)
         row |= {"phase": ("prefill", "decode")[phase], "same_tokens": same}
         row["variant"] = f"{row['phase']}, {row['variant']}"
         row["tokens_per_s"], row["transformers_tokens_per_s"] = np.median(rates, axis=1)

@@ -129,8 +129,6 @@ def _has(package: str) -> bool:
 
 _SMOKE = {"block_size": (16,), "head_dim": (128,), "dtype": ("bfloat16", "fp8")}
 _SMOKE |= {"feature": ("none", "split", "window")}
-_TRACE = {} if _has("zstandard") else {"trace": (Path("agent_loops"),)}
-"""Without zstandard the repository's traces cannot be read."""
 _LATENCY = {
     "part": ("decode", "prefill", "cascade", "norm", "gate", "store", "copy", "swap_out"),
     "batch": (1, 8, 32, 256), "context_len": (512, 2048, 8192), "budget_ms": 20.0,
@@ -149,10 +147,10 @@ STAGES: dict[str, tuple[float, tuple[Step, ...]]] = {
     "engine": (90, (
         Sweep("predictions", {"part": ("engine",)}), Sweep("engine", {"part": ("throughput",)}),
     )),
-    "policies": (100, (Sweep("engine", _TRACE | {"part": ("policy",)}),)),
+    "policies": (130, (Sweep("engine", {"part": ("policy",)}),)),
     "tests": (180, (device_tests("-k", "not repeats"),)),
     "engine_more": (120, (
-        Sweep("engine", _TRACE | {"part": ("block_size", "manager", "transformers")}),
+        Sweep("engine", {"part": ("block_size", "manager", "transformers")}),
     )),
     "latency": (120, (Sweep("kernel_latency", _LATENCY, (OURS, *_BESIDE)),)),
     "accuracy": (120, (
@@ -171,7 +169,7 @@ _SHOWN = {
                     "above_peak"),
     "block_size": ("implementation", "context_len", "block_size", "p50_us", "bandwidth_fraction"),
     "engine": ("part", "variant", "scale", "seconds", "tokens_per_s", "decode_step_s_p50",
-               "hit_rate", "replay_hit_rate", "ttft_mean_s", "clock_seconds", "phase",
+               "hit_rate", "replay_hit_rate", "ttft_mean_s", "trace", "passed",
                "over_transformers_p50"),
 }  # fmt: skip
 """Columns of the tables in the summary."""

@@ -143,7 +143,7 @@ def nano_vllm_seconds(name: str, prompts: list[list[int]], outputs: list[int]) -
         llm = nanovllm.LLM(folder, gpu_memory_utilization=0.8, max_num_seqs=256)
     fixed = {"temperature": 0.6, "ignore_eos": True}
     params = [nanovllm.SamplingParams(max_tokens=length, **fixed) for length in outputs]
-    llm.generate(prompts[:1], params[:1], use_tqdm=False)
+    llm.generate(prompts[:8], params[:8], use_tqdm=False)
     begin = time.perf_counter()
     llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - begin
