@@ -140,14 +140,14 @@ STAGES: dict[str, tuple[float, tuple[Step, ...]]] = {
     "ceilings": (45, (Sweep("predictions", {"part": ("ceilings",)}),)),
     "smoke": (75, (Sweep("kernel_accuracy", _SMOKE, jobs=1),)),
     "races": (60, (device_tests("-k", "repeats"),)),
-    "headline": (110, (Sweep("predictions", {"part": ("kernels",)}, jobs=1),)),
-    "block_size": (75, (
+    "headline": (100, (Sweep("predictions", {"part": ("kernels",)}, jobs=1),)),
+    "block_size": (70, (
         Sweep("block_size", {"part": ("latency",)}, (OURS, "flash_attn_2"), jobs=1),
     )),
     "engine": (90, (
         Sweep("predictions", {"part": ("engine",)}), Sweep("engine", {"part": ("throughput",)}),
     )),
-    "policies": (130, (Sweep("engine", {"part": ("policy",)}),)),
+    "policies": (110, (Sweep("engine", {"part": ("policy",)}),)),
     "tests": (180, (device_tests("-k", "not repeats"),)),
     "engine_more": (120, (
         Sweep("engine", {"part": ("block_size", "manager", "transformers")}),

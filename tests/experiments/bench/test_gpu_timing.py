@@ -67,7 +67,7 @@ def test_quantiles_of_the_calls_alone(fake):
 
 
 @pytest.mark.parametrize("launch", ["graph", "eager"])
-def test_l2_is_overwritten_before_each_sample_and_outside_its_time(launch, fake):
+def test_l2_is_flushed_before_each_sample_and_outside_its_time(launch, fake):
     """An eager call begins when the flush is done."""
     times = fake.time([0.2] * 1000, budget_ms=7.0, launch=launch)
     sample = ["flush", *["synchronize"] * (launch == "eager"), "event", "call", "event"]
