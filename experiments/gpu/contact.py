@@ -175,20 +175,19 @@ _SHOWN = {
 """Columns of the tables in the summary."""
 
 
-class Log:
-    """Lines with their time, on the console and in a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self._began = path, time.time()
-
-    def __call__(self, stage: str, text: str) -> None:
-        line = f"{time.time() - self._began:6.1f} s  {stage}: {text}"
-        print(line, flush=True)
-        with self.path.open("a") as file:
-            file.write(line + "\n")
+Log = Callable[[str, str], None]
+"""Takes a stage and a line."""
 
 
-def run_stage(name: str, out: Path, log: Callable[[str, str], None]) -> bool:
+def _write(path: Path, began: float, stage: str, text: str) -> None:
+    """A line with its time, on the console and in a file."""
+    line = f"{time.time() - began:6.1f} s  {stage}: {text}"
+    print(line, flush=True)
+    with path.open("a") as file:
+        file.write(line + "\n")
+
+
+def run_stage(name: str, out: Path, log: Log) -> bool:
     """Run the steps of a stage in this process; an error of one ends this step alone.
 
     Returns whether all went well.
@@ -232,7 +231,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     folder = options.out / "first_contact"
     folder.mkdir(parents=True, exist_ok=True)
-    log, arch = Log(folder / "log.txt"), "sm_{}{}".format(*capability)
+    log, arch = partial(_write, folder / "log.txt", time.time()), "sm_{}{}".format(*capability)
     found = [f"{n} {importlib.metadata.version(n)}" for n in ("torch", "triton") if _has(n)]
     log("start", f"{', '.join(found)}, Python {platform.python_version()}, {os.cpu_count()} cores")
     compiling = _FORK.Process(target=_compile_ahead, args=(options.stages, arch, log))

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import torch
 
-from experiments import kernel_accuracy, predictions
+from experiments import predictions
 from experiments.bench import gpu_timing, timed_ops
 from experiments.bench.shapes import Shape
 from experiments.gpu import contact, kernel_latency
@@ -76,16 +76,6 @@ def test_every_op_is_checked_captured_and_timed(small_gpu, monkeypatch):
         assert row["gb_per_s"] == pytest.approx(row["bytes"] / seconds / 1e9)
 
 
-def test_packages_that_are_not_there_are_absent_with_the_reason():
-    options = kernel_latency.KernelLatency(
-        **HEADS, part=("decode",), batch=(1,), context_len=(9,), block_size=(4,)
-    )
-    cells = kernel_latency.cells(options)
-    (cell,) = (cell for cell in cells if cell.implementation == "flash_attn_3")
-    with pytest.raises(timed_ops.Unavailable, match="flash_attn_interface cannot be"):
-        kernel_latency.run_cell(cell)
-
-
 def test_tiles_and_splits_that_are_not_the_tables(tmp_path, drawn):
     few = {"batch": (1,), "context_len": (20,), "block_size": (4,), "part": ("decode",)}
     few |= {"tile_n": (16,), "num_warps": (4,), "num_stages": (1,), "num_splits": (2,)}
@@ -98,15 +88,6 @@ def test_tiles_and_splits_that_are_not_the_tables(tmp_path, drawn):
     rows = pd.DataFrame([table, forced, split])
     written = kernel_latency.EXPERIMENT.plot(rows, tmp_path)
     assert [path.name for path in written] == ["decode.png", "tiles.csv"]
-
-
-def test_accuracy():
-    options = {"block_size": (7,), "dtype": ("float16",), "head_dim": (16,), "feature": ("none",)}
-    kernels = ("swap_blocks", "store_kvcache", "paged_decode_attention")
-    rows = rows_of(kernel_accuracy, kernel_accuracy.KernelAccuracy(kernel=kernels, **options))
-    assert {row["kernel"] for row in rows} == set(kernels)
-    assert not any(row["interpreted"] for row in rows)
-    assert all(row["passed"] for row in rows)
 
 
 def test_the_stages_of_a_first_contact(small_gpu, tmp_path, monkeypatch):
@@ -125,7 +106,8 @@ def test_the_stages_of_a_first_contact(small_gpu, tmp_path, monkeypatch):
     )
     monkeypatch.setattr(predictions, "TABLE", tmp_path / "rows.csv")
     few = {"dtype": ("float16",), "head_dim": (16,), "feature": ("none",)}
-    tiny = {"kernel_accuracy": few | {"kernel": ("store_kvcache",), "block_size": (7,)}}
+    kernels = ("swap_blocks", "store_kvcache", "paged_decode_attention")
+    tiny = {"kernel_accuracy": few | {"kernel": kernels, "block_size": (7,)}}
     said = []
     for name in ("ceilings", "smoke", "headline"):
         most, steps = contact.STAGES[name]
@@ -136,6 +118,10 @@ def test_the_stages_of_a_first_contact(small_gpu, tmp_path, monkeypatch):
         contact.run_stage(name, tmp_path, lambda *line: said.append(line))
     print(*said, sep="\n")
     assert not [text for _, text in said if "FAILED" in text or "Error" in text]
+    accuracy = pd.read_csv(tmp_path / "kernel_accuracy/nvidia-h200/rows.csv")
+    assert set(accuracy["kernel"]) == set(kernels)
+    assert accuracy["passed"].all()
+    assert not accuracy["interpreted"].any()
     rows = pd.read_csv(tmp_path / "predictions/nvidia-h200/rows.csv").set_index("name")
     assert rows.loc["copy", "measured"] > 0, "the stage before this one"
     ours, *others = rows.loc[predictions.name_of(shape)].to_dict("records")
