@@ -223,7 +223,6 @@ def main(arguments: list[str] | None = None) -> int:
     end = time.monotonic() + options.seconds
     for module in ("torch", "kernels.testing.cases", "models"):  # once, for all stages
         importlib.import_module(module)
-
     with ProcessPoolExecutor(1, _FORK) as other:
         capability = other.submit(_capability).result()
     if capability is None:
@@ -239,10 +238,10 @@ def main(arguments: list[str] | None = None) -> int:
     process, statuses = None, []
     try:
         for name in options.stages:
-            most, left = STAGES[name][0], end - time.monotonic() - 5
             if name not in _UNTIMED:
-                compiling.join(min(40, max(0, left / 3)))
+                compiling.join(min(40, max(0, (end - time.monotonic()) / 3)))
                 _end(compiling, _AT_ONCE)
+            most, left = STAGES[name][0], end - time.monotonic() - 5
             if left < _LEAST_SHARE * most:
                 log(name, f"not started: {left:.0f} s are left")
                 continue
@@ -341,7 +340,9 @@ def _summarise(options: argparse.Namespace) -> None:
     text = ["# First contact", "", "```", (folder / "log.txt").read_text(), "```"]
     for of_gpu in found:
         columns = _SHOWN.get(of_gpu.parent.name)
-        if columns and (of_gpu / "rows.csv").exists():
+        if not columns:
+            continue
+        with contextlib.suppress(OSError, ValueError):  # there are no rows
             rows = pd.read_csv(of_gpu / "rows.csv")
             shown = rows[[column for column in columns if column in rows]].dropna(axis=1, how="all")
             how = {"float_format": "{:.4g}".format, "na_rep": "", "max_colwidth": 90}
