@@ -139,7 +139,7 @@ _BESIDE = ("paged_decode", "torch", "copy_engine", "flash_attn_2", "flash_attn_3
 STAGES: dict[str, tuple[float, tuple[Step, ...]]] = {
     "ceilings": (45, (Sweep("predictions", {"part": ("ceilings",)}),)),
     "smoke": (75, (Sweep("kernel_accuracy", _SMOKE, jobs=1),)),
-    "races": (60, (device_tests("-k", "repeats"),)),
+    "races": (60, (device_tests("tests/kernels/test_repeats.py"),)),
     "headline": (100, (Sweep("predictions", {"part": ("kernels",)}, jobs=1),)),
     "block_size": (70, (
         Sweep("block_size", {"part": ("latency",)}, (OURS, "flash_attn_2"), jobs=1),

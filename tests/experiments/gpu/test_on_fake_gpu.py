@@ -16,6 +16,7 @@ from experiments import predictions
 from experiments.bench import gpu_timing, timed_ops
 from experiments.bench.shapes import Shape
 from experiments.gpu import contact, kernel_latency
+from experiments.harness import Absent
 from experiments.harness.environment import device_slug
 from kernels.testing import baselines
 
@@ -88,6 +89,12 @@ def test_tiles_and_splits_that_are_not_the_tables(tmp_path, drawn):
     rows = pd.DataFrame([table, forced, split])
     written = kernel_latency.EXPERIMENT.plot(rows, tmp_path)
     assert [path.name for path in written] == ["decode.png", "tiles.csv"]
+
+
+def test_each_stage_of_a_first_contact_has_cells():
+    for _, steps in contact.STAGES.values():
+        for step in filter(lambda step: isinstance(step, contact.Sweep), steps):
+            assert any(not isinstance(cell, Absent) for cell in step.cells()), step
 
 
 def test_the_stages_of_a_first_contact(small_gpu, tmp_path, monkeypatch):
