@@ -210,7 +210,8 @@ def _served(cell: OnDevice) -> dict[str, Any]:
         options |= {"max_model_len": longest, "final_length": attrgetter("max_num_tokens")}
     new_manager = partial(cache.make_manager, cell.manager, **options)
     engine.restart(Scheduler(new_manager(), **limits))
-    row, tokens = _serve(engine, prompts, outputs, 0.0 if cell.trace else _TEMPERATURE)
+    row, requests = _serve(engine, prompts, outputs, 0.0 if cell.trace else _TEMPERATURE)
+    tokens = _tokens(requests)
     replay = engine_without_model(new_manager(), max_model_len=longest, **limits)
     replay.overlap = engine.overlap
     again, _ = _serve(replay, prompts, outputs)
@@ -233,7 +234,7 @@ def _columns(cell: OnDevice, llm: Any) -> dict[str, Any]:
 def _serve(
     engine: Any, prompts: list, outputs: list[int], temperature: float = 0.0
 ) -> tuple[dict[str, Any], list]:
-    """Serve requests that arrive at once; returns columns of the run, and the output tokens."""
+    """Serve requests that arrive at once; returns columns of the run, and the requests."""
     compute, steps = engine.runner.run, []
 
     def run(step: Any, manager: cache.CacheManager) -> Any:
@@ -259,7 +260,11 @@ def _serve(
     row |= quantiles.of_times("ttft", [request.time_to_first_token for request in stats])
     row["preemptions"] = sum(request.num_preemptions for request in stats)
     row["hit_rate"] = sum(request.num_cached_tokens for request in stats) / prompt_tokens
-    return row, [request.sequences[0].output_token_ids for request in requests]
+    return row, requests
+
+
+def _tokens(requests: list) -> list:
+    return [request.sequences[0].output_token_ids for request in requests]
 
 
 def _beside_transformers(cell: OnDevice) -> list[dict[str, Any]]:
@@ -272,22 +277,30 @@ def _beside_transformers(cell: OnDevice) -> list[dict[str, Any]]:
     llm = engine_models.make_llm(cell.model, max_model_len=longest, **options)
     model = engine_models.transformers_model(llm)
 
-    def theirs(prompts: list, count: int) -> list[list[int]]:
-        ids = torch.tensor(prompts, device=llm.device)
-        lengths = {"min_new_tokens": count, "max_new_tokens": count}
-        return model.generate(ids, do_sample=False, **lengths)[:, ids.shape[1] :].tolist()
+    def ours(prompts: list) -> tuple[list, float, float]:
+        row, requests = _serve(llm.engine, prompts, [cell.output_tokens] * size[0])
+        first = max(request.stats.time_to_first_token for request in requests)
+        return _tokens(requests), first, row["seconds"] - first
 
-    systems = lambda prompts, n: _serve(llm.engine, prompts, [n] * size[0])[1], theirs
+    def theirs(prompts: list) -> tuple[list, float, float]:
+        times = [time.perf_counter()]
+
+        def clock(ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+            ids[:, -1].tolist()  # waits for a GPU
+            times.append(time.perf_counter())
+            return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+        ids, count = torch.tensor(prompts, device=llm.device), cell.output_tokens
+        lengths = {"min_new_tokens": count, "max_new_tokens": count}
+        made = model.generate(ids, do_sample=False, stopping_criteria=[clock], **lengths)
+        return made[:, ids.shape[1] :].tolist(), times[1] - times[0], times[-1] - times[1]
+
     rng, same, seconds = np.random.default_rng(cell.seed), True, np.zeros((cell.repeats + 1, 2, 2))
     for repeat in range(len(seconds)):
         prompts, tokens = rng.integers(llm.config.vocab_size, size=size).tolist(), [None, None]
         for system in (0, 1)[:: 1 - repeat % 2 * 2]:
-            for phase, count in enumerate((1, cell.output_tokens)):
-                begin = time.perf_counter()
-                tokens[system] = systems[system](prompts, count)
-                seconds[repeat, system, phase] = time.perf_counter() - begin
+            tokens[system], *seconds[repeat, system] = (ours, theirs)[system](prompts)
         same &= tokens[0] == tokens[1]
-    seconds[:, :, 1] -= seconds[:, :, 0]
     rows = []
     for phase, count in enumerate((cell.prompt_tokens, cell.output_tokens - 1)):
         rates = size[0] * count / seconds[1:, :, phase].T  # the first repeat warms up
