@@ -71,7 +71,7 @@ class OnDevice(OnTraces):
     prompt_tokens: Axis[Count] = (128, 512)
     repeats: Count = 3
     num_requests: Count | None = None
-    """The first requests of the trace with at most ``longest`` prompt tokens. None: 40 on a GPU, 24
+    """The first requests of the trace with at most ``longest`` prompt tokens. None: 40 on a GPU, 18
     on a CPU."""
     longest: Count = 16_384
     output_tokens: Annotated[int, Needs("an int of at least 2", lambda count: count >= 2)] = 16
@@ -88,7 +88,7 @@ def cells(options: OnDevice) -> Iterator[OnDevice | Absent]:
     gpu, sources = cuda_available(), []
     fixed = {name: [None] for names in _AXES.values() for name in names}
     fixed |= {"model": options.model or ("qwen3-0.6b" if gpu else "llama-100m")}
-    fixed |= {"num_requests": options.num_requests or (40 if gpu else 24)}
+    fixed |= {"num_requests": options.num_requests or (40 if gpu else 18)}
     fixed |= {"graphs": [gpu], "overlap": [gpu], "policy": ["lru"], "manager": ["vllm_v1"]}
     if set(options.part) - {"throughput", "transformers"}:
         sources = list(options.sources())
