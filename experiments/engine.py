@@ -7,8 +7,8 @@
 
 Prompts of a trace are divided by ``scale``, and so are its blocks, so prompts share the same blocks
 as before.  The requests are served again without a model.  Policies get no time, so both runs must
-have the same hit rate (``passed``).  A cell is served once, so its hit rate is exact, and
-differences of a few percent in time are noise.
+have the same hit rate (``passed``).  A cell is served once: its hit rate is exact, its time has the
+noise of the machine.
 """
 
 from __future__ import annotations
@@ -316,9 +316,10 @@ def _beside_transformers(cell: OnDevice) -> list[dict[str, Any]]:
 def _draw(rows: style.DataFrame) -> style.Figure:
     panels = list(rows.groupby(["part", "trace", "pool_percent"], sort=False, dropna=False))
     figure, axes, _ = style.panel_grid(len(panels), height=2.1, width=3.5, columns=2)
-    for axis, ((part, _, percent), some) in zip(axes, panels, strict=True):
+    for axis, ((part, trace, percent), some) in zip(axes, panels, strict=True):
         axis.set_title(f"{part}: {some['model'].iloc[0]}, {some['dtype'].iloc[0]}")
         if part == "policy":
+            axis.set_title(f"{part}: {trace.partition('.')[0]}")
             for name, look in style.policy_lines(some["policy"]).items():
                 style.curve(axis, some[some["policy"] == name], "hit_rate", "ttft_mean_s", **look)
             axis.set(xlabel=f"hit rate, pool of {percent:g} %", ylabel="time to first token (s)")
