@@ -75,5 +75,6 @@ def test_the_latency_figure_has_bounds(monkeypatch, timed_rows, drawn):
     assert not drawn
     assert len(axes) == 6
     for axis in axes:
-        assert "bound: bytes at the measured peak" in {line.get_label() for line in axis.get_lines()}
+        labels = {line.get_label() for line in axis.get_lines()}
+        assert "bound: bytes at the measured peak" in labels
     assert block_size.EXPERIMENT.plot(rows.assign(p50_us=float("nan")), Path()) == []
