@@ -336,7 +336,11 @@ EXPERIMENT = Experiment(
     name="engine",
     figure="the engine on the device: throughput, block sizes, eviction policies, managers",
     options=OnDevice(),
-    quick=OnDevice(model="tiny", threads=1, num_requests=8, repeats=1, policy=("lru", "gittins")),
+    quick=OnDevice(
+        model="tiny", threads=1, num_requests=8, repeats=1, policy=("lru", "gittins"),
+        block_size=(16, 64), manager=("paged", "vllm_v1"), sequences=(2,), prompt_tokens=(128,),
+        pool_percent=(50.0,),
+    ),
     cells=cells, run_cell=run_cell, plot=style.plotter({"engine": _draw}),
     gpu="optional", timed=True,
 )  # fmt: skip
