@@ -7,8 +7,9 @@
 
 Prompts of a trace are divided by ``scale``, and so are its blocks, so prompts share the same blocks
 as before.  The requests are served again without a model.  Policies get no time, so both runs must
-have the same hit rate (``passed``).  A cell is served once: its hit rate is exact, its time has the
-noise of the machine.
+have the same hit rate (``passed``), unless two prompts are equal: only with a model do they also
+share blocks of their outputs.  A cell is served once: its hit rate is exact, its time has the noise
+of the machine.
 """
 
 from __future__ import annotations
