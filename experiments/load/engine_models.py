@@ -87,10 +87,9 @@ def transformers_model(llm: LLM) -> Any:
     from kernels.testing.hugging_face import import_transformers
     from models.weights import checkpoint_tensors
 
-    transformers, name = import_transformers(), llm.config.architecture
-    fields = _transformers_config(llm.config)
+    transformers, fields = import_transformers(), _transformers_config(llm.config)
     with torch.device("meta"):
-        model = getattr(transformers, name)._from_config(fields, attn_implementation="sdpa")
+        model = transformers.AutoModelForCausalLM.from_config(fields, attn_implementation="sdpa")
     weights = {name: part.target for name, part in checkpoint_tensors(llm.model).items()}
     model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()
