@@ -230,8 +230,8 @@ class LLM:
         sampling_params: for all prompts, or one for each; by default ``default_sampling_params``,
             the checkpoint's (generation_config.json).
 
-        Returns one output per prompt, in order.  Raises ValueError for prompts or parameters that do
-        not fit, and UnsupportedByDesign for beam search with a manager that cannot fork; then
+        Returns one output per prompt, in order.  Raises ValueError for prompts or parameters that
+        do not fit, and UnsupportedByDesign for beam search with a manager that cannot fork; then
         nothing is generated.
         """
         events = self._streams.open(self._requests(prompts, sampling_params))
