@@ -15,6 +15,11 @@ rest is modelled:
   and all together at least as long as the longest alone.
 * A chunk of a prompt behind a cached prefix, which no table has: a whole prompt of equal work, that
   is, with as many pairs of query and key.  Several are combined like decoding sequences.
+* Decoding contexts beyond the table's longest, up to twice it and to the model's own maximum: time
+  grows as between the two last measured rows.  The same rule one row shorter misses the longest
+  rows of all tables that these models use by 9 % on average (median 2.5 %).  On an H100 the mean is
+  5 % and the worst 32 %, for Llama 3.1 8B on one 4 and 9 %.  Worst is 74 %, on the L40S: the two
+  rows before were read from its L2, which the longest exceeds.
 * Decoding with more KV heads than the table has (A100: 8): that many sequences of 8 heads.
 * A product with more columns than the table has (LM heads): parts of equal size.
 * Small kernels (norms, RoPE, activations): their bytes at 80 % of the bandwidth, and 2 us each.
@@ -187,7 +192,8 @@ class GpuClock:
         self._prefill = self._attention("prefill", heads, kv_heads)
         self._decode = self._attention("decode", heads // folds, kv_heads // folds)
         self._folds = folds
-        self._longest = int(self._decode.axes["context_tokens"][-1])
+        measured = int(self._decode.axes["context_tokens"][-1])
+        self._longest = max(measured, min(2 * measured, shape.positions))
         self._floor = self._slow * float(self._decode(batch_size=1, context_tokens=1))
         self._share = functools.cache(self._tabulate_share)
 
@@ -208,14 +214,18 @@ class GpuClock:
         """Seconds of one of ``batch`` sequences with equal contexts, by context // _GRAIN."""
         middles = (np.arange(self._longest // _GRAIN + 1) + 0.5) * _GRAIN
         contexts = np.minimum(middles, self._longest)
-        return self._slow * _in_parts(self._decode, batch * self._folds, contexts) / batch
+        before, last = self._decode.axes["context_tokens"][-2:]
+        times = functools.partial(_in_parts, self._decode, batch * self._folds)
+        growth = (times(last) - times(before)) / (last - before)
+        seconds = times(np.minimum(contexts, last)) + growth * np.maximum(contexts - last, 0)
+        return self._slow * seconds / batch
 
     def _decode_seconds(self, contexts: Sequence[int]) -> float:
         if not len(contexts):
             return 0.0
         if max(contexts) > self._longest:
             raise ValueError(
-                f"a context of {max(contexts)} tokens was not measured: {self._decode.what} has 1 "
+                f"a context of {max(contexts)} tokens: {self.model} with {self._decode.what} has 1 "
                 f"to {self._longest}"
             )
         places = np.asarray(contexts) // _GRAIN

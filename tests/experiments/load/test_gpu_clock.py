@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 
+import pandas as pd
 import pytest
 
 from cache import make_manager
@@ -12,6 +15,7 @@ from cache.serving.scheduler import Step
 from experiments import gpu_times
 from experiments.load.gpu_clock import GpuClock
 
+MODELS, CARDS = (list(gpu_times.rows(name).itertuples()) for name in ("models", "cards"))
 SMALL = {"max_num_seqs": 64, "max_num_batched_tokens": 256}
 
 
@@ -65,6 +69,38 @@ def test_a_slower_memory_slows_decoding_by_its_ratio_and_prompts_less():
     assert 1.05 < slow.seconds([], prompt) / fast.seconds([], prompt) < 1.25
 
 
+def test_beyond_the_table_time_grows_as_between_its_two_last_rows():
+    t32, t64, t96, t128 = (clock()._decode_seconds([n * 1024]) for n in (32, 64, 96, 128))
+    assert t128 - t64 == pytest.approx(2 * (t64 - t32), rel=1e-3)
+    assert t96 == pytest.approx((t64 + t128) / 2, rel=1e-3)
+    assert clock().seconds([], [(256, 131_072)]) > clock().seconds([], [(256, 130_000)])
+
+
+def test_the_same_rule_one_row_shorter_misses_the_longest_rows_by_as_much_as_the_docs_say():
+    errors = {}
+    for model, card, parts in itertools.product(MODELS, CARDS, (1, 2, 4, 8)):
+        with contextlib.suppress(ValueError):  # a shape that was not measured
+            made = clock(model.model, card.card, parts)
+            folded = parts * made._folds
+            heads = {"q_heads": model.q_heads // folded, "kv_heads": model.kv_heads // folded}
+            rows = gpu_times.rows(
+                "attention", gpu=card.gpu, kernel=card.kernel, phase="decode", head_dim=128,
+                kv_dtype="bfloat16", **heads,
+            )  # fmt: skip
+            times = rows.pivot_table("microseconds", "context_tokens", "batch_size", aggfunc="min")
+            (x0, t0), (x1, t1), (x2, t2) = list(times.iterrows())[-3:]
+            missed = (t1 + (t1 - t0) * (x2 - x1) / (x1 - x0)) / t2 - 1
+            errors[card.gpu, *heads.values()] = missed.abs().dropna()
+    found = pd.concat(errors).sort_index()
+    about = [found.mean(), found.median(), found.max()]
+    assert about == pytest.approx([0.093, 0.025, 0.738], abs=0.001)
+    assert found.idxmax()[0] == "L40S"
+    h100 = found["H100-SXM"]
+    assert [h100.mean(), h100.max()] == pytest.approx([0.046, 0.324], abs=0.001)
+    llama = h100.loc[32, 8]
+    assert [llama.mean(), llama.max()] == pytest.approx([0.037, 0.094], abs=0.001)
+
+
 WEIGHTS = {
     "opt-13b": 12.6e9,
     "llama-13b": 12.7e9,
@@ -74,10 +110,8 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "card", [*gpu_times.rows("cards").itertuples()], ids=lambda card: card.card
-)
-@pytest.mark.parametrize("model", gpu_times.rows("models")["model"])
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.card)
+@pytest.mark.parametrize("model", [model.model for model in MODELS])
 def test_no_step_is_faster_than_its_weights_can_be_read(model, card):
     assert clock(model, card.card).seconds([100]) > 2 * WEIGHTS[model] / card.bandwidth
 
@@ -112,7 +146,7 @@ def test_what_was_not_measured_is_refused(arguments, options, message):
 
 
 def test_steps_beyond_the_tables_name_the_range():
-    with pytest.raises(ValueError, match=r"^a context of 65537 tokens .* to 65536$"):
-        clock().seconds([65_537])
+    with pytest.raises(ValueError, match=r"^a context of 131073 tokens: llama.* to 131072$"):
+        clock().seconds([131_073])
     with pytest.raises(ValueError, match=r"^a step of 257 tokens .* this clock has at most 256"):
         clock().seconds([], [(257, 257)], 1)
