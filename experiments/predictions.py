@@ -259,10 +259,9 @@ def _measure_ceilings(cell: Measured) -> list[dict[str, Any]]:
 
     from experiments.bench import gpu_timing
 
-    found = [
-        (name, "GB/s", gpu_timing.copy_bandwidth(name) / 1e9)
-        for name in ("copy", "read", "device_to_host", "host_to_device")
-    ]
+    rates = gpu_timing.device_bandwidths()
+    rates |= {name: gpu_timing.bandwidth(name) for name in ("device_to_host", "host_to_device")}
+    found = [(name, "GB/s", rate / 1e9) for name, rate in rates.items()]
     found.append(("matmul", "TFLOP/s", gpu_timing.matmul_rate() / 1e12))
     one = torch.zeros(64, device="cuda")
     for count in (1, 10, 100):

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 Launch = Literal["graph", "eager"]
-Ceiling = Literal["copy", "read", "device_to_host", "host_to_device"]
+Ceiling = Literal["device", "device_to_host", "host_to_device"]
+"""What bounds an op: the card's memory, or the link to the host in one direction."""
 _MIN_SAMPLES, _MAX_SAMPLES = 7, 300
 _FLUSH_BYTES = 256 * 2**20
 _COPIED_BYTES, _TRANSFERRED_BYTES = 2**31, 2**28
@@ -125,29 +126,36 @@ def _l2_bytes() -> int:
 
 
 @functools.lru_cache
-def copy_bandwidth(ceiling: Ceiling = "copy") -> float:
-    """Bytes per second of a large copy on the device, or between it and pinned host memory.
+def bandwidth(ceiling: Ceiling = "device") -> float:
+    """Bytes per second that ``ceiling`` gives at most."""
+    return max(device_bandwidths().values()) if ceiling == "device" else _link_bandwidth(ceiling)
 
-    On the device bytes read and bytes written both count.  For "read" it is the rate of a sum, if
-    that exceeds a copy's.
+
+@functools.lru_cache(maxsize=1)
+def device_bandwidths() -> dict[str, float]:
+    """Bytes read and written per second by a sum, a copy and an addition in place.
+
+    Each alone is no bound: on an H100 a copy is slower than kernels that read and write.
     """
-    num_elements = (_TRANSFERRED_BYTES if "host" in ceiling else _COPIED_BYTES) // 2
-    on_device = torch.empty(num_elements, dtype=torch.bfloat16, device="cuda").normal_()
-    if ceiling == "read":
-        words = on_device.view(torch.float32)
-        seconds = 1e-6 * time_call(lambda: torch.sum(words), budget_ms=100).p50_us
-        return max(words.nbytes / seconds, copy_bandwidth())
-    if ceiling == "copy":
-        other = torch.empty_like(on_device)
-    else:
-        other = torch.empty(num_elements, dtype=torch.bfloat16, pin_memory=True)
+    source = torch.zeros(_COPIED_BYTES // 4, device="cuda").normal_()
+    other = torch.empty_like(source)
+    works = {
+        "read": (1, lambda: torch.sum(source)),
+        "copy": (2, lambda: other.copy_(source)),
+        "update": (2, lambda: other.add_(1)),
+    }
+    return {
+        name: 1e6 * passes * source.nbytes / time_call(call, budget_ms=100).p50_us
+        for name, (passes, call) in works.items()
+    }
+
+
+def _link_bandwidth(ceiling: Ceiling) -> float:
+    on_device = torch.zeros(_TRANSFERRED_BYTES, dtype=torch.uint8, device="cuda")
+    other = torch.zeros(_TRANSFERRED_BYTES, dtype=torch.uint8, pin_memory=True)
     source, target = (other, on_device) if ceiling == "host_to_device" else (on_device, other)
-    times = time_call(
-        lambda: target.copy_(source, non_blocking=True),
-        launch="graph" if ceiling == "copy" else "eager",
-        budget_ms=100,
-    )
-    return (2 if ceiling == "copy" else 1) * source.nbytes / (times.p50_us * 1e-6)
+    call = functools.partial(target.copy_, source, non_blocking=True)
+    return 1e6 * source.nbytes / time_call(call, launch="eager", budget_ms=100).p50_us
 
 
 @functools.lru_cache(maxsize=1)
@@ -161,13 +169,13 @@ def matmul_rate() -> float:
 
 
 def timed_columns(
-    times: Times, *, num_bytes: float, flops: float, ceiling: Ceiling = "copy", launch: Launch
+    times: Times, *, num_bytes: float, flops: float, ceiling: Ceiling = "device", launch: Launch
 ) -> dict[str, Any]:
     """Columns: ``times`` of a call and rates that follow; the rates are None without times.
 
-    num_bytes, flops: the least that the call must move and compute. The peaks are measured with a
-    copy or a sum, and a matrix product, on this card in this process; the fractions are shares of
-    them.  ``above_peak`` explains a fraction above 1.  Raises ImpossibleTime if nothing does.
+    num_bytes, flops: the least that the call must move and compute. The peaks are ``bandwidth``
+    and ``matmul_rate`` on this card in this process; the fractions are shares of them.
+    ``above_peak`` explains a fraction above 1.  Raises ImpossibleTime if nothing does.
     """
     columns = {"launch": launch, "l2": "cold", "bytes": num_bytes, "flops": flops}
     columns |= times._asdict()
@@ -175,10 +183,10 @@ def timed_columns(
     columns |= dict.fromkeys((*names, "bandwidth_fraction", "matmul_fraction", "above_peak"))
     if times.p50_us is None:
         return columns
-    bandwidth, rate = copy_bandwidth(ceiling), matmul_rate()
+    peak, rate = bandwidth(ceiling), matmul_rate()
     seconds = times.p50_us * 1e-6
-    share = max(num_bytes / seconds / bandwidth, flops / seconds / rate)
-    if num_bytes / seconds > bandwidth and num_bytes <= _l2_bytes():
+    share = max(num_bytes / seconds / peak, flops / seconds / rate)
+    if num_bytes / seconds > peak and num_bytes <= _l2_bytes():
         columns["above_peak"] = "its bytes fit L2, so what it writes need not reach memory in time"
     elif share > _TOLERANCE:
         raise ImpossibleTime(
@@ -191,8 +199,8 @@ def timed_columns(
         **columns,
         "gb_per_s": num_bytes / seconds / 1e9,
         "tflop_per_s": flops / seconds / 1e12,
-        "peak_gb_per_s": bandwidth / 1e9,
+        "peak_gb_per_s": peak / 1e9,
         "peak_tflop_per_s": rate / 1e12,
-        "bandwidth_fraction": num_bytes / seconds / bandwidth,
+        "bandwidth_fraction": num_bytes / seconds / peak,
         "matmul_fraction": flops / seconds / rate,
     }

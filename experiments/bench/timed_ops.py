@@ -47,8 +47,7 @@ OPS = {
     "gate": "gated_activation",
 }
 _CEILINGS: dict[str, Ceiling] = {"swap_out": "device_to_host", "swap_in": "host_to_device"}
-_CEILINGS |= dict.fromkeys(("decode", "prefill", "cascade"), "read")
-"""The measured rate that the bytes per second of an op are compared with, if not a copy's."""
+"""The measured rate that the bytes per second of an op are compared with, if not the device's."""
 _QUERIES_CHECKED = 16
 Part = tuple[Case, Callable[[Any], Any]]
 """A small case, and a function that takes the whole result and gives the case's."""
@@ -297,7 +296,7 @@ def _row(
         times,
         num_bytes=problem.case.num_bytes,
         flops=problem.case.flops,
-        ceiling=_CEILINGS.get(cell.shape.op, "copy"),
+        ceiling=_CEILINGS.get(cell.shape.op, "device"),
         launch=_launch(cell),
     )
     about = {**cell.shape.columns(), "implementation": cell.implementation}
