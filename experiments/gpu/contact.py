@@ -261,6 +261,7 @@ def main(arguments: list[str] | None = None) -> int:
     finally:
         for child in filter(None, (process, compiling)):
             _end(child, _AT_ONCE)
+    _summarise(options)  # also if no stage had the time to start
     print((folder / "summary.md").read_text())
     return int(any(statuses))
 

@@ -88,6 +88,11 @@ def test_a_run_in_which_all_goes_well(gpu_run):
     assert gpu_run({"fine": (10, (fine,))})[0] == 0
 
 
+def test_no_stage_has_the_time_to_start(gpu_run, tmp_path):
+    assert gpu_run({"long": (1000, (fine,))}, "--seconds", "60")[0] == 0
+    assert "long: not started: 5" in (tmp_path / "first_contact/summary.md").read_text()
+
+
 def test_an_interrupt_ends_everything(gpu_run, monkeypatch):
     """Of the parent, as by Ctrl-C."""
 
