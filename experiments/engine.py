@@ -8,8 +8,8 @@
 Prompts of a trace are divided by ``scale``, and so are its blocks, so prompts share the same blocks
 as before.  The requests are served again without a model.  Policies get no time, so both runs must
 have the same hit rate (``passed``), unless two prompts are equal: only with a model do they also
-share blocks of their outputs.  A cell is served once: its hit rate is exact, its time has the noise
-of the machine.
+share blocks of their outputs.  A cell is timed once (on a GPU after a run that compiles its
+kernels): its hit rate is exact, its time has the noise of the machine.
 """
 
 from __future__ import annotations
@@ -164,10 +164,6 @@ def _prepare(cell: OnDevice) -> tuple:
     options = {"threads": cell.threads, "seed": cell.seed, "cuda_graphs": cell.graphs}
     llm = engine_models.make_llm(cell.model, max_model_len=longest, **options, **limits, **sizes)
     warm = len(prompts) if cuda_available() else 8  # compiles what the cells launch
-    if cell.trace:  # the smallest pool, where prompts are computed in parts
-        sizes["num_blocks"] = -(-5 * longest // 4 // block_size)
-        sizes |= engine_models.hash_option("vllm_v1")
-        llm.engine.restart(Scheduler(cache.make_manager("vllm_v1", **sizes), **limits))
     few = [min(4, count) for count in outputs[:warm]]
     _serve(llm.engine, prompts[:warm], few, 0.0 if cell.trace else _TEMPERATURE)
     return llm, limits, *requests
@@ -210,8 +206,9 @@ def _served(cell: OnDevice) -> dict[str, Any]:
     if cell.manager == "contiguous":
         options |= {"max_model_len": longest, "final_length": attrgetter("max_num_tokens")}
     new_manager = partial(cache.make_manager, cell.manager, **options)
-    engine.restart(Scheduler(new_manager(), **limits))
-    row, requests = _serve(engine, prompts, outputs, 0.0 if cell.trace else _TEMPERATURE)
+    for _ in range(2 if cell.trace and cuda_available() else 1):  # at first kernels are compiled
+        engine.restart(Scheduler(new_manager(), **limits))
+        row, requests = _serve(engine, prompts, outputs, 0.0 if cell.trace else _TEMPERATURE)
     tokens = _tokens(requests)
     replay = engine_without_model(new_manager(), max_model_len=longest, **limits)
     replay.overlap = engine.overlap
