@@ -9,39 +9,46 @@ the clock of the experiment ``serving``.
   both modes; each draw has its own requests, which both modes serve.
 
 A block is swapped by one transfer each of K and V in each layer: its bytes at the bandwidth of the
-PCIe link, and ``transfer_us`` beside them, which is assumed and is why small blocks cost more.
-Host memory holds as many blocks as the GPU.
+PCIe link, and ``transfer_us`` beside them.  This time is assumed, and it decides from which block
+size on swapping is no slower: ``summary.csv`` has that size for each assumed time.  Host memory
+holds as many blocks as the GPU.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from cache.serving.scheduler import Step
 from experiments import quantiles, serving, style
 from experiments.harness import Axis, Count, Experiment, Natural, Options, Positive, grid
 from experiments.load.gpu_clock import HONEST, GpuClock
 
-_LINES = {
-    "recompute": style.line(style.BLUE, "o") | {"label": "recompute"},
-    "swap": style.line(style.ORANGE, "s", "dashed") | {"label": "swap (out and in)"},
-}
+_RECOMPUTE = style.line(style.BLUE, "o") | {"label": "recompute"}
+_SWAPS = (
+    style.line(style.ORANGE, "s", "dashed"),
+    style.line(style.GREEN, "^", "dashed"),
+    style.line(style.RED, "v", "dashed"),
+    style.line(style.PINK, "D", "dashed"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost(Options):
     context_tokens: Axis[int]
     block_size: Axis[int]
-    transfer_us: float
+    transfer_us: Axis[float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Served(Options):
     block_size: Axis[int]
     draw: Axis[int]
-    transfer_us: float
+    transfer_us: Axis[float]
     host_ms: int
     request_rate: float
     traffic: float
@@ -49,14 +56,14 @@ class Served(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Preemption(Options):
-    """The grid: block sizes x context lengths, and block sizes x draws."""
+    """The grid: transfer times x block sizes x context lengths, or x draws."""
 
     block_size: Axis[Count] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     """Tokens per block."""
     context_tokens: Axis[Count] = (256, 1024)
     """Lengths of the sequences of ``cost``."""
-    transfer_us: Positive = 3.0
-    """Assumed time of a transfer beside its bytes."""
+    transfer_us: Axis[Positive] = (1.0, 3.0, 10.0)
+    """Assumed times of a transfer beside its bytes."""
     host_ms: Natural = 10
     """Assumed time of the engine's own code in each step."""
     request_rate: Positive = 2.0
@@ -118,6 +125,19 @@ def _served(cell: Served) -> list[dict[str, Any]]:
     return rows
 
 
+def summary(rows: style.DataFrame) -> style.DataFrame:
+    """The first block size at which swapping takes no longer than recomputing, infinite if there is
+    none: for ``cost`` by context length, for ``serving`` the median and the range of the draws."""
+    point = ["part", "transfer_us", "context_tokens", "draw"]
+    rows = rows.assign(time=rows["ms"].fillna(rows["normalized_latency_s"]))
+    times = rows.set_index([*point, "block_size", "way"])["time"].unstack()
+    times = times.reindex(columns=["swap", "recompute"]).reset_index()
+    times["first"] = times["block_size"].where(times["swap"] <= times["recompute"], np.inf)
+    firsts = times.groupby(point, dropna=False)["first"].min()
+    of_point = firsts.groupby(point[:-1], dropna=False)
+    return of_point.agg(block_size="median", least="min", most="max").reset_index()
+
+
 def _draw(rows: style.DataFrame) -> style.Figure:
     costs, served = rows[rows["part"] == "cost"], rows[rows["part"] == "serving"]
     lengths = sorted(costs["context_tokens"].unique()) if len(costs) else []
@@ -127,30 +147,43 @@ def _draw(rows: style.DataFrame) -> style.Figure:
     num_panels = len(lengths) + len(columns)
     figure, axes, _ = style.panel_grid(num_panels, height=2.0, width=3.5, columns=2)
     for axis, length in zip(axes, lengths, strict=False):
-        of_length = costs[costs["context_tokens"] == length]
-        for way, look in _LINES.items():
-            style.curve(axis, of_length[of_length["way"] == way], "block_size", "ms", **look)
-        axis.set(title=f"a sequence of {length:,.0f} tokens", ylabel="time (ms)", yscale="log")
-        style.plain_log_ticks(axis.yaxis)
+        for of_line, look in _lines(costs[costs["context_tokens"] == length]):
+            style.curve(axis, of_line, "block_size", "ms", **look)
+        axis.set(title=f"a sequence of {length:,.0f} tokens", ylabel="time (ms)")
     for axis, (column, label) in zip(axes[len(lengths) :], columns.items(), strict=True):
-        for way, look in _LINES.items():
-            if way == "swap" or column == "normalized_latency_s":
-                of_way = served[served["way"] == way]
-                quantiles.draws(axis, of_way, "block_size", column, **look)
+        ratios = column == "latency_over_recompute"
+        for of_line, look in list(_lines(served))[ratios:]:
+            quantiles.draws(axis, of_line, "block_size", column, **look)
+        if ratios:
+            axis.axhline(1, **style.BOUND)
         row = served.iloc[0]
         axis.set(title=f"{row['request_rate']:g} requests/s like ShareGPT's", ylabel=label)
-        axis.set_ylim(bottom=0)
     for axis in axes:
         style.log_x(axis, base=4)
+        axis.set_yscale("log")
+        style.plain_log_ticks(axis.yaxis)
     return style.shared_legend(figure, xlabel=serving.noted(figure, "block size (tokens)"))
+
+
+def _lines(rows: style.DataFrame) -> Iterator[tuple[style.DataFrame, dict]]:
+    """Recomputing, which needs no transfers, then swapping by their assumed time."""
+    transfers = sorted(rows["transfer_us"].unique())
+    of_first = rows["transfer_us"] == transfers[0]
+    yield rows[of_first & (rows["way"] == "recompute")], _RECOMPUTE
+    for transfer, look in zip(transfers, itertools.cycle(_SWAPS)):
+        label = f"swap (out and in), {transfer:g} µs a transfer (assumed)"
+        chosen = (rows["transfer_us"] == transfer) & (rows["way"] == "swap")
+        yield rows[chosen], look | {"label": label}
 
 
 EXPERIMENT = Experiment(
     name="preemption",
     figure="PagedAttention fig. 19: recompute vs swap vs block size, OPT-13B modelled",
     options=Preemption(),
-    quick=Preemption(block_size=(1, 16, 256), draw=(0,), request_rate=6.0, traffic=0.3),
+    quick=Preemption(
+        block_size=(1, 16, 256), transfer_us=(3.0,), draw=(0,), request_rate=6.0, traffic=0.3
+    ),
     cells=cells,
     run_cell=run_cell,
-    plot=style.plotter({"preemption": _draw}),
+    plot=style.plotter({"preemption": _draw}, {"summary": (summary, "%g")}),
 )

@@ -94,7 +94,8 @@ TINY_RUNS = {
     "--pool-blocks 512 1024 --pool-requests 4 --manager vllm_v1 "
     "--num-sequences 1 2 --lengths 2 5 --num-steps 5",
     "predictions": "--part kernels",
-    "preemption": "--block-size 4 16 --context-tokens 40 --draw 0 --traffic 0.01 --request-rate 40",
+    "preemption": "--block-size 4 16 --context-tokens 40 --transfer-us 3 --draw 0 "
+    "--traffic 0.01 --request-rate 40",
     "published_serving": "--case lambda_h100_10 bench_70b",
     "queue_informed": "--trace {chat} --load 0.7 2 --num-requests 40",
     "serving": "--load sharegpt alpaca_2_beams --host-ms 10 --draw 0 "

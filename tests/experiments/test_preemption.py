@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pandas as pd
 import pytest
 
 from experiments import preemption
@@ -10,13 +11,14 @@ from experiments.preemption import Cost, Preemption
 
 def rows_of(part: type, **options):
     sizes = {"block_size": (1, 16, 64), "draw": (0,), "request_rate": 6.0, "traffic": 0.3}
+    sizes["transfer_us"] = (3.0,)
     cells = preemption.EXPERIMENT.checked_cells(Preemption(**{**sizes, **options}))
     rows = [row for cell in cells if isinstance(cell, part) for row in preemption.run_cell(cell)]
     return {(row["way"], row["block_size"]): row for row in rows}
 
 
 def test_swapping_costs_its_bytes_and_its_transfers_and_recomputing_no_more_with_small_blocks():
-    rows = rows_of(Cost, context_tokens=(256,), transfer_us=5.0)
+    rows = rows_of(Cost, context_tokens=(256,), transfer_us=(5.0,))
     token_bytes = 4 * 40 * 40 * 128  # K and V of 40 layers of 40 heads of 128, bf16
     for block_size in (1, 16, 64):
         transfers = 2 * 2 * 40 * 256 / block_size
@@ -37,3 +39,16 @@ def test_both_modes_serve_the_same_requests_and_only_one_swaps():
         assert (recompute["latency_over_recompute"], swap["latency_over_recompute"]) == (1, ratio)
     assert rows["swap", 1]["latency_over_recompute"] > 1.1
     assert 0.9 < rows["swap", 64]["latency_over_recompute"] < 1.1
+
+
+def test_the_assumed_transfer_decides_from_which_block_size_on_swapping_is_no_slower():
+    """256 tokens take 13.1 ms for their bytes and 40,960 / block_size transfers; computing 41.9."""
+    sizes = {"block_size": (1, 2, 8, 16), "context_tokens": (256,)}
+    cells = preemption.EXPERIMENT.checked_cells(
+        Preemption(**sizes, draw=(0,), transfer_us=(1.0, 10.0, 100.0))
+    )
+    rows = [row for cell in cells if isinstance(cell, Cost) for row in preemption.run_cell(cell)]
+    rows = pd.DataFrame(rows).assign(draw=float("nan"), normalized_latency_s=float("nan"))
+    firsts = preemption.summary(rows).set_index("transfer_us")
+    assert firsts["block_size"].to_dict() == {1: 2, 10: 16, 100: float("inf")}
+    assert (firsts["least"] == firsts["most"]).all()
