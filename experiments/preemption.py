@@ -16,7 +16,6 @@ holds as many blocks as the GPU.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -27,14 +26,6 @@ from cache.serving.scheduler import Step
 from experiments import quantiles, serving, style
 from experiments.harness import Axis, Count, Experiment, Natural, Options, Positive, grid
 from experiments.load.gpu_clock import HONEST, GpuClock
-
-_RECOMPUTE = style.line(style.BLUE, "o") | {"label": "recompute"}
-_SWAPS = (
-    style.line(style.ORANGE, "s", "dashed"),
-    style.line(style.GREEN, "^", "dashed"),
-    style.line(style.RED, "v", "dashed"),
-    style.line(style.PINK, "D", "dashed"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +143,7 @@ def _draw(rows: style.DataFrame) -> style.Figure:
         axis.set(title=f"a sequence of {length:,.0f} tokens", ylabel="time (ms)")
     for axis, (column, label) in zip(axes[len(lengths) :], columns.items(), strict=True):
         ratios = column == "latency_over_recompute"
-        for of_line, look in list(_lines(served))[ratios:]:
+        for of_line, look in _lines(served)[ratios:]:
             quantiles.draws(axis, of_line, "block_size", column, **look)
         if ratios:
             axis.axhline(1, **style.BOUND)
@@ -165,15 +156,13 @@ def _draw(rows: style.DataFrame) -> style.Figure:
     return style.shared_legend(figure, xlabel=serving.noted(figure, "block size (tokens)"))
 
 
-def _lines(rows: style.DataFrame) -> Iterator[tuple[style.DataFrame, dict]]:
+def _lines(rows: style.DataFrame) -> list[tuple[style.DataFrame, dict]]:
     """Recomputing, which needs no transfers, then swapping by their assumed time."""
-    transfers = sorted(rows["transfer_us"].unique())
-    of_first = rows["transfer_us"] == transfers[0]
-    yield rows[of_first & (rows["way"] == "recompute")], _RECOMPUTE
-    for transfer, look in zip(transfers, itertools.cycle(_SWAPS)):
-        label = f"swap (out and in), {transfer:g} µs a transfer (assumed)"
-        chosen = (rows["transfer_us"] == transfer) & (rows["way"] == "swap")
-        yield rows[chosen], look | {"label": label}
+    first = rows["transfer_us"] == rows["transfer_us"].min()
+    lines = {"recompute": rows[first & (rows["way"] == "recompute")]}
+    for transfer, of_transfer in rows[rows["way"] == "swap"].groupby("transfer_us"):
+        lines[f"swap (out and in), {transfer:g} µs a transfer (assumed)"] = of_transfer
+    return list(zip(lines.values(), style.lines_of(lines).values(), strict=True))
 
 
 EXPERIMENT = Experiment(
