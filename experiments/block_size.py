@@ -186,7 +186,8 @@ def _draw_latency(rows: style.DataFrame) -> style.Figure | None:
         bound = {**style.BOUND, "label": "bound: bytes at the measured peak"}
         latency.axhline(fastest, **bound)
         bandwidth.axhline(100, **bound)
-        latency.set(title=f"context {context_len:,} tokens", ylim=(0, None))
+        most = 1.1 * of_context["p50_us"].max()
+        latency.set(title=f"context {context_len:,} tokens", ylim=(0, most))
         bandwidth.set_ylim(0, 110)
         style.log_x(bandwidth, base=4)
     axes[0].set_ylabel("latency (µs)")

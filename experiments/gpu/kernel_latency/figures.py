@@ -36,6 +36,8 @@ def lines(rows: style.DataFrame) -> Iterator[tuple[dict[str, Any], style.DataFra
         for (block_size, kv_dtype), line in of_name.groupby(["block_size", "kv_dtype"]):
             look = _LOOKS.get(name) or _OURS[block_sizes.index(block_size) % 2]
             label = f"{name}, block {block_size}"
+            if name in _LOOKS and block_size != of_name["block_size"].min():
+                look = {**look, "linestyle": "dashed"}
             if kv_dtype.startswith("float8"):
                 look, label = _FP8, f"{label}, fp8 cache"
             yield {**look, "label": label}, line
@@ -95,10 +97,10 @@ def _draw_prefill(rows: style.DataFrame) -> style.Figure:
 
 
 _MOVES = {
-    "norm": "norm: of a device copy",
-    "gate": "gate: of a device copy",
-    "store": "store: of a device copy",
-    "copy": "copy: of a device copy",
+    "norm": "norm: of the device's rate",
+    "gate": "gate: of the device's rate",
+    "store": "store: of the device's rate",
+    "copy": "copy: of the device's rate",
     "swap_out": "swap out: of a copy to the host",
     "swap_in": "swap in: of a copy from the host",
 }
@@ -112,10 +114,10 @@ def _draw_moves(rows: style.DataFrame) -> style.Figure:
     for axis, op in zip(axes, ops, strict=True):
         for look, line in lines(rows[rows["op"] == op]):
             style.curve(axis, line, "tokens", "bandwidth_fraction", 100, **look)
-        axis.axhline(100, **style.BOUND, label="bound: measured copy")
+        axis.axhline(100, **style.BOUND, label="bound: measured rate")
         axis.set(title=_MOVES[op], xlabel="tokens", ylim=(0, 115))
         style.log_x(axis, base=4)
-    ylabel = "bytes moved per second (% of the measured copy)"
+    ylabel = "bytes moved per second (% of the measured rate)"
     return style.shared_legend(figure, columns=3, ylabel=ylabel)
 
 
