@@ -19,11 +19,12 @@ paper's table 1) in blocks of 16 tokens.  At most 512 sequences run at once.
 Normalised latency is the mean over requests of the time from arrival to the last token, divided by
 the output tokens.  A manager *sustains* a rate at which it is at most 0.25 s a token.  A cell
 raises the rate until it does not, and bisects the last interval on a logarithmic scale; its middle
-is the ``sustained_rate`` (0 if the first rate was too high).  Requests arrive for ``traffic`` times
-the latency allowed to a mean request (10: 14 minutes of ShareGPT), and all are served.  Absolute
-rates hang on the assumed host time.  Ratios do much less (``sharegpt`` is served without it, too):
-compare these with the paper's.  The
-summary has the batched requests at the highest rate, where requests wait for memory.
+is the ``sustained_rate`` (0 if the first rate was too high).  Rates are a factor of 1.05 apart,
+1.5 to the power 1/8.  This is a resolution and no interval of confidence: ratios that are equal in
+all draws may differ by 5 %.  Requests arrive for ``traffic`` times the latency allowed to a mean
+request (10: 14 minutes of ShareGPT), and all are served.  Absolute rates hang on the assumed host
+time.  Ratios do much less (``sharegpt`` is served without it, too): compare these with the paper's.
+The summary has the batched requests at the highest rate, where requests wait for memory.
 """
 
 from __future__ import annotations
@@ -254,7 +255,7 @@ _POINT = ["load", "host_ms", "draw"]
 
 
 def summary(rows: style.DataFrame) -> style.DataFrame:
-    """Medians of the draws, with the range of the ratio of the rates in the same draw."""
+    """Medians of the draws, with the least and the greatest ratio of the rates of a draw."""
     busiest = rows.loc[rows.groupby([*_POINT, "system"], sort=False)["request_rate"].idxmax()]
     for baseline in ("oracle", "max"):
         rates = busiest[busiest["system"] == f"contiguous_{baseline}"]
