@@ -10,7 +10,7 @@ sheet's bandwidth or operations at its peak, and 5 microseconds) stands beside i
 has what is above its bar.
 
 Our decode and prefill are then put on the model, even batches and skewed ones, beside measured
-times of other kernels for the same shape. No number was measured on a GPU by this project.
+times of other kernels for the same shape. This project measured none of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 from experiments import style
 from experiments.harness import Axis, Experiment, Options, one_of
 from experiments.kernel_time.launch import launches
-from experiments.kernel_time.model import Constants, fit, gpu_of, microseconds
+from experiments.kernel_time.model import Constants, fit, gpu_of, microseconds, score
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -76,9 +76,21 @@ def constants(gpu: str, left_out: bool) -> Constants:
     """Fitted to the GPU, or the mean of those of the other GPUs in ``FITTED``."""
     if left_out:
         return Constants(*np.mean([constants(name, False) for name in FITTED if name != gpu], 0))
-    rows = _judged()
-    rows = rows[(rows["gpu"] == gpu) & rows["may_fit"]]
+    rows = _judged().query("may_fit and gpu == @gpu")
     return fit(gpu, rows, rows["microseconds"])
+
+
+@functools.cache
+def bandwidth_shares(gpu: str) -> tuple[float, float]:
+    """Least and largest bandwidth share whose score on the fitted rows is at most 2 % above the
+    fit's, with its other constants.  NaN for a GPU that was not fitted."""
+    if gpu not in FITTED:
+        return np.nan, np.nan
+    rows, found = _judged().query("may_fit and gpu == @gpu"), constants(gpu, False)
+    tried = [found.bandwidth, *np.arange(1, 101) / 100]
+    scores = [score(gpu, rows, rows["microseconds"], found._replace(bandwidth=b)) for b in tried]
+    near = [share for share, value in zip(tried, scores, strict=True) if value < 1.02 * scores[0]]
+    return min(near), max(near)
 
 
 def run_cell(cell: KernelTime) -> list[dict[str, Any]]:
@@ -88,7 +100,8 @@ def run_cell(cell: KernelTime) -> list[dict[str, Any]]:
     for left_out in (False, True) if cell.gpu in FITTED else (True,):
         found = constants(cell.gpu, left_out)
         about = {"part": "errors", "gpu": cell.gpu, "left_out": left_out, **found._asdict()}
-        about["basis"] = BASIS
+        ends = (np.nan, np.nan) if left_out else bandwidth_shares(cell.gpu)
+        about |= {"bandwidth_least": ends[0], "bandwidth_most": ends[1], "basis": BASIS}
         for phase, of_phase in rows[~rows["may_fit"] | left_out].groupby("phase"):
             about |= {"phase": phase, "family": "all"}
             table.append(about | _errors(of_phase, found, _BARS[phase, left_out]))
@@ -166,13 +179,19 @@ def modelled(ours: pd.DataFrame) -> pd.DataFrame:
     measured = gpu_times.rows("attention", gpu=gpu).assign(lengths="even")
     times = measured.pivot_table("microseconds", [*_SHAPE, "lengths"], "kernel", aggfunc="min")
     times = times.reindex(columns=list(_OTHERS)).add_prefix("measured_").add_suffix("_us")
-    us = microseconds(gpu, launches(ours), constants(gpu, gpu not in FITTED))
+    found, launched = constants(gpu, gpu not in FITTED), launches(ours)
+    us, slow, fast = (
+        microseconds(gpu, launched, found._replace(bandwidth=share))
+        for share in (found.bandwidth, *bandwidth_shares(gpu))
+    )
     low, high = np.array([_band(phase) for phase in ours["phase"]]).T
     table = ours[["gpu", *_SHAPE, "block_size", "lengths"]].assign(
         part="ours",
         modelled_us=us,
         modelled_low_us=us / high,
         modelled_high_us=us / low,
+        least_bandwidth_us=slow,
+        most_bandwidth_us=fast,
         basis=BASIS,
     )
     table = table.join(times, on=[*_SHAPE, "lengths"])
@@ -229,6 +248,9 @@ def _draw_ours(rows: style.DataFrame) -> style.Figure | None:
         skewed = of_panel[of_panel["lengths"] == "skewed"]
         x, band = some["context_tokens"], (some["modelled_low_us"], some["modelled_high_us"])
         axis.fill_between(x, *band, color=style.BLUE, alpha=0.2, linewidth=0)
+        ends = (some["most_bandwidth_us"].astype(float), some["least_bandwidth_us"].astype(float))
+        look = {"color": style.GREY, "alpha": 0.5, "linewidth": 0}
+        axis.fill_between(x, *ends, label="with bandwidths that fit as well", **look)
         axis.plot(x, some["modelled_us"], label="ours, modelled", **style.line(style.BLUE, "o"))
         look = {"label": "the same, skewed batch", **style.line(style.BLACK, "x", "dotted")}
         style.curve(axis, skewed, "context_tokens", "modelled_us", **look)
