@@ -21,6 +21,7 @@ at the end runs alone. The merge of splits counts as a launch and no more.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -123,17 +124,20 @@ def microseconds(name: str, launched: pd.DataFrame, constants: Constants) -> np.
     return (time + started + LAUNCH_US * (one["launches"] - 2) + constants.floor_us).to_numpy()
 
 
+def score(
+    name: str, launched: pd.DataFrame, measured: pd.Series, constants: Sequence[float]
+) -> float:
+    """Median of relative errors plus half their 90th percentile."""
+    error = np.abs(microseconds(name, launched, Constants(*constants)) / measured - 1)
+    return float(np.median(error) + np.quantile(error, 0.9) / 2)
+
+
 def fit(name: str, launched: pd.DataFrame, measured: pd.Series) -> Constants:
-    """Constants with the least median of relative errors plus half their 90th percentile."""
-
-    def score(values: np.ndarray) -> float:
-        error = np.abs(microseconds(name, launched, Constants(*values)) / measured - 1)
-        return float(np.median(error) + np.quantile(error, 0.9) / 2)
-
+    """Constants with the least ``score``."""
     best, step = np.array([800, 0.8, 5]), 0.3
     while step > 0.02:
         factors = (1 + step) ** np.vstack([np.zeros(3), np.eye(3), -np.eye(3)])
         tries = np.minimum(best * factors, [np.inf, 1, np.inf])
-        least = np.argmin([score(tried) for tried in tries])
+        least = np.argmin([score(name, launched, measured, tried) for tried in tries])
         best, step = tries[least], step if least else step / 2
     return Constants(*best.tolist())
