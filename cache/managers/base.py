@@ -76,8 +76,9 @@ class UnsupportedByDesign(NotImplementedError):
 class CacheStats:
     """Counters of a manager since it was made.
 
-    Hits are counted at every allocation, so a sequence that is preempted and resumed counts again.
-    A block query is a full block of the allocated sequence.
+    A sequence that is preempted and resumed finds blocks of its own.  So what is asked for and found
+    when it resumes is counted apart, as in vLLM's ``PrefixCacheStats``, and hit rates are those of
+    first allocations.  A block query is a full block of the allocated sequence.
     """
 
     num_allocations: int = 0
@@ -85,18 +86,23 @@ class CacheStats:
     hit_tokens: int = 0
     queried_blocks: int = 0
     hit_blocks: int = 0
+    num_resumptions: int = 0
+    resumed_queried_tokens: int = 0
+    resumed_hit_tokens: int = 0
+    resumed_queried_blocks: int = 0
+    resumed_hit_blocks: int = 0
     allocated_blocks: int = 0
     evicted_blocks: int = 0
     copied_blocks: int = 0
 
     @property
     def token_hit_rate(self) -> float:
-        """Share of the allocated tokens whose K/V were cached; 0 before the first allocation."""
+        """Share of the tokens of first allocations whose K/V were cached; 0 without any."""
         return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0
 
     @property
     def block_hit_rate(self) -> float:
-        """Share of the full blocks of allocated sequences that were cached."""
+        """Share of the full blocks of first allocations that were cached; 0 without any."""
         return self.hit_blocks / self.queried_blocks if self.queried_blocks else 0.0
 
 
@@ -250,12 +256,12 @@ class CacheManager(abc.ABC):
         copies = self._begin(table, hit, end)
         self._tables[seq.seq_id] = table
         self._version += 1
-        counts = self._counts
-        counts["num_allocations"] += 1
-        counts["queried_tokens"] += len(seq.token_ids)
-        counts["queried_blocks"] += len(seq.token_ids) // self.block_size
-        counts["hit_tokens"] += hit.num_tokens
-        counts["hit_blocks"] += len(hit.blocks)
+        counts, kind = self._counts, "resumed_" if seq.num_preemptions else ""
+        counts["num_resumptions" if kind else "num_allocations"] += 1
+        counts[f"{kind}queried_tokens"] += len(seq.token_ids)
+        counts[f"{kind}queried_blocks"] += len(seq.token_ids) // self.block_size
+        counts[f"{kind}hit_tokens"] += hit.num_tokens
+        counts[f"{kind}hit_blocks"] += len(hit.blocks)
         seq.num_cached_tokens, seq.num_computed_tokens = hit.num_tokens, end
         seq.table_version += 1
         return copies
@@ -283,6 +289,7 @@ class CacheManager(abc.ABC):
             )
         if table.seq is not seq:  # another object with the same id
             seq.num_cached_tokens, seq.num_computed_tokens = table.seq.num_cached_tokens, start
+            seq.num_preemptions = table.seq.num_preemptions
             seq.table_version += 1
             table.seq = seq
         copies: Copies = []
@@ -362,7 +369,7 @@ class CacheManager(abc.ABC):
     def free(self, seq: Sequence, is_finished: bool = True) -> None:
         """Take back the blocks of ``seq``, which is finished or, if not, preempted.
 
-        Sets its counters to 0.
+        Sets its counters to 0, but counts preemptions until it is finished.
         """
         table = self._table_of(seq)
         hints = table.seq.hints if is_finished else ()
@@ -370,8 +377,10 @@ class CacheManager(abc.ABC):
         self._release(table)
         del self._tables[seq.seq_id]
         self._version += 1
+        num_preemptions = 0 if is_finished else table.seq.num_preemptions + 1
         for freed in {table.seq, seq}:
             freed.num_cached_tokens = freed.num_computed_tokens = 0
+            freed.num_preemptions = num_preemptions
             freed.table_version += 1
 
     def block_table(self, seq: Sequence) -> list[int]:

@@ -54,7 +54,7 @@ class ServingReplayResult:
     recomputed_tokens: int
     """Tokens computed again after preemptions."""
     stats: CacheStats
-    """The manager's counters, resumed sequences counted as allocated anew."""
+    """The manager's counters."""
 
 
 def simulate_serving(
@@ -129,6 +129,21 @@ def simulate_serving(
         recomputed_tokens=sum(request.num_recomputed_tokens for request in run.requests),
         stats=manager.stats,
     )
+
+
+def most_hits(trace: Trace) -> int:
+    """The most that ``CacheStats.hit_blocks`` can be, in whatever order requests are served.
+
+    Of the full blocks of the prompts, those that repeat one of the trace.
+    """
+    import numpy as np
+
+    if not trace.has_blocks:
+        return 0
+    counts = np.diff(trace.offsets)
+    places = np.arange(len(trace.block_ids)) - np.repeat(trace.offsets[:-1], counts)
+    ids = trace.block_ids[places < np.repeat(trace.input_lengths // trace.block_size, counts)]
+    return len(ids) - len(np.unique(ids))
 
 
 def _previous(trace: Trace) -> list[int | None]:

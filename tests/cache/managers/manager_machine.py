@@ -218,11 +218,12 @@ class ManagerMachine(RuleBasedStateMachine):
         assert expected is None or num_cached == expected
         assert num_cached < seq.num_tokens, "no token is left to compute"
         assert seq.num_cached_tokens == num_cached
-        self.counted["num_allocations"] += 1
-        self.counted["queried_tokens"] += seq.num_tokens
-        self.counted["queried_blocks"] += seq.num_tokens // self.block_size
-        self.counted["hit_tokens"] += num_cached
-        self.counted["hit_blocks"] += num_cached // self.block_size
+        kind = "resumed_" if seq.num_preemptions else ""
+        self.counted["num_resumptions" if kind else "num_allocations"] += 1
+        self.counted[f"{kind}queried_tokens"] += seq.num_tokens
+        self.counted[f"{kind}queried_blocks"] += seq.num_tokens // self.block_size
+        self.counted[f"{kind}hit_tokens"] += num_cached
+        self.counted[f"{kind}hit_blocks"] += num_cached // self.block_size
         live = Live(seq, num_cached, table)
         for position in range(self.first_seen(num_cached), num_cached):
             assert self.stored_at(table, position) == self.content(seq, position), "a false hit"
@@ -290,8 +291,10 @@ class ManagerMachine(RuleBasedStateMachine):
         live = self.pick(data)
         seq = live.seq
         del self.live[seq.seq_id]
-        self.manager.free(seq)
+        num_preemptions = 0 if is_finished else seq.num_preemptions + 1
+        self.manager.free(seq, is_finished)
         assert (seq.num_cached_tokens, seq.num_computed_tokens) == (0, 0)
+        assert seq.num_preemptions == num_preemptions
         if is_finished:
             self.history.append(list(seq.token_ids))
         else:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cache
-from cache.replay.overlapping import simulate_serving
+from cache.replay.overlapping import most_hits, simulate_serving
 from cache.serving.open_loop import ServiceModel
 from cache.traces.trace import Trace
 from tests.cache.prefix_traces import trace_of_requests
@@ -57,7 +57,10 @@ def test_every_request_ends_and_every_block_returns(requests, num_blocks, block_
     assert len(result.ttft_seconds) == len(result.normalized_latency_seconds) == result.finished
     assert (result.ttft_seconds >= 0.999 * SERVICE.step_seconds).all()
     assert result.mean_running <= SERVICE.max_num_seqs
-    assert result.stats.num_allocations >= result.finished
+    assert result.stats.num_allocations == result.finished
+    assert result.stats.num_resumptions == result.preemptions
+    if block_size == trace.block_size:
+        assert result.stats.hit_blocks <= most_hits(trace)
 
 
 def replay(*rows: tuple, manager: str = "vllm_v1", num_blocks: int = 10, **options):
