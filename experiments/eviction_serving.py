@@ -1,9 +1,10 @@
 """Eviction policies by the time they save: Llama 3.1 8B on an H100, in modelled time.
 
-The scheduler and the manager serve the first requests of a trace, with their own lengths and shared
-blocks, under each policy and pool size; ``GpuClock`` gives the time.  Beside the hit rate the table
-has time to first token, which a policy is there to shorten.  ``no_cache`` (prefix caching off, same
-memory) and ``infinite`` (nothing is ever evicted) are the bounds.
+The scheduler and the manager serve slices of a trace, with their own lengths and shared blocks,
+under each policy and pool size; ``GpuClock`` gives the time.  Each slice finds an empty cache.
+Beside the hit rate, of first admissions, the table has time to first token, which a policy is there
+to shorten.  ``no_cache`` (prefix caching off, same memory) and ``infinite`` (nothing is ever
+evicted) are the bounds.
 
 A pool of 48 GiB is what an H100 has left beside the weights.  Larger ones stand for several GPUs.
 
@@ -12,8 +13,9 @@ of its own in the tier, see ``TieredClock``.  The tier is looked up for what the
 blocks cross the PCIe link.
 
 Requests arrive at the trace's own times, with gaps scaled so that on average ``load`` times as many
-prompt tokens arrive as can be computed.  Requests of more than 65,536 tokens are left out: the
-clock's tables end there.  The policy's own work is not part of the time; ``overhead`` measures it.
+prompt tokens arrive as can be computed.  Requests of more than 131,072 tokens are left out: that is
+the model's maximum.  The clock's tables end at contexts of 65,536; beyond, attention grows as
+between their last rows.  The policy's own work is not part of the time; ``overhead`` measures it.
 
 Where the trace has think times there are rows of a closed loop too: only the first request of an
 agent arrives at its scaled time, and the others a think time after the answer before them.
@@ -29,7 +31,7 @@ from typing import Any
 import numpy as np
 
 import cache
-from cache.replay.overlapping import LOOP_COLUMNS
+from cache.replay.overlapping import LOOP_COLUMNS, most_hits
 from cache.serving.request import ScheduledSequence
 from cache.serving.scheduler import Step
 from experiments import quantiles, serving, style
@@ -45,30 +47,28 @@ from experiments.harness import (
 )
 from experiments.load import workloads
 from experiments.load.gpu_clock import HONEST, GpuClock
-from experiments.load.workloads import OnTraces, Source
+from experiments.load.workloads import OnSlices, Source
 
 _NO_CACHE, _INFINITE = "no_cache", "infinite"
 """Values in place of a policy: prefix caching off, and a cache that never evicts."""
 _HINTED = "ttl", "session_end"
 """Policies without a tier: it stores a prompt before hints are known, so they are LRU there."""
-_LABELS = ("block hit rate (%)", *("time to first token (s)",) * 2, "time / LRU's")
-_MODEL, _GPU, _MOST_TOKENS = "llama-3.1-8b", "H100-SXM", 65_536
+_MODEL, _GPU, _MOST_TOKENS = "llama-3.1-8b", "H100-SXM", 131_072
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvictionServing(OnTraces):
-    """The grid: traces x policies x pools."""
+class EvictionServing(OnSlices):
+    """The grid: slices of traces x policies x pools."""
 
     policy: Repeated[Axis[Policy]] = ()
     """A policy by name, or your own as file.py:Class.
 
     None: lru, fifo, lfu, ttl, session_end, safeguarded."""
-    pool_gib: Axis[Positive] = (48.0, 192.0, 768.0)
+    pool_gib: Axis[Positive] = (48.0, 192.0)
     """Memory for K/V."""
-    host_gib: Axis[Positive] = (128.0, 512.0, 2048.0)
+    host_gib: Axis[Positive] = (512.0,)
     """Host memory of the tier; 0 in cells without one."""
-    num_requests: Count = 3_000
-    """First requests of each trace."""
+    num_requests: Count = 2_000
     load: Positive = 0.5
     """Prompt tokens, cached or not, that arrive on average while one can be computed."""
     host_ms: Natural = 1
@@ -77,7 +77,7 @@ class EvictionServing(OnTraces):
 
 def cells(options: EvictionServing) -> Iterator[EvictionServing]:
     """Policies and the two bounds."""
-    traces = [*options.sources(options.num_requests)]
+    traces = [*options.sliced_sources()]
     default = ("lru", "fifo", "lfu", "ttl", "session_end", "safeguarded")
     policies = [*map(named_policy, options.policy or default)]
     for trace in traces:
@@ -124,9 +124,11 @@ def _row(cell: EvictionServing, loop: str) -> dict[str, Any]:
     run = cache.simulate_serving(
         trace, manager=manager, service=service, time_scale=scale, closed_loop=loop == "closed"
     )
+    stats, most = run.stats, most_hits(trace)
     loaded = service.loaded_blocks if cell.host_gib else 0
     return {
         "trace": trace.name,
+        "slice": cell.trace.slice,
         "loop": loop,
         "policy": str(cell.policy),
         **cell.columns("pool_gib", "host_gib", "load", "host_ms"),
@@ -139,9 +141,12 @@ def _row(cell: EvictionServing, loop: str) -> dict[str, Any]:
         "mean_output_tokens": float(trace.output_lengths.mean()),
         "unique_gib": trace.num_unique_blocks * block_bytes / 2**30,
         "gaps_scaled_by": scale,
-        "block_hit_rate": run.stats.block_hit_rate,
-        "host_block_hit_rate": loaded / trace.num_block_references,
-        "evictions": run.stats.evicted_blocks,
+        "block_hit_rate": stats.block_hit_rate,
+        "host_block_hit_rate": loaded / stats.queried_blocks,
+        "most_block_hit_rate": most / stats.queried_blocks,
+        "passed": stats.hit_blocks + loaded <= most,
+        "resumed_block_hit_rate": stats.resumed_hit_blocks / max(1, stats.resumed_queried_blocks),
+        "evictions": stats.evicted_blocks,
         "preemptions": run.preemptions,
         "mean_running": run.mean_running,
         "normalized_latency_s": float(run.normalized_latency_seconds.mean()),
@@ -157,6 +162,7 @@ class TieredClock:
     are stored there until they are evicted.  Those that the tier had behind the pool's hit cross
     the PCIe link, which takes the place of computing their tokens; these still count in the
     scheduler's token budget.  Storing costs no time: that direction of the link is free.
+    ``loaded_blocks`` counts first admissions only, as the managers' hit rates do.
     """
 
     def __init__(
@@ -171,7 +177,7 @@ class TieredClock:
         self._block_seconds = block_bytes / clock.host_bandwidth
 
     def duration(self, step: Step) -> float:
-        loaded = sum(map(self._admit, step.admitted))
+        loaded = {seq: self._admit(seq) for seq in step.admitted}
         computed = Step(copies=step.copies)
         for seq, count in zip(step.sequences, step.counts, strict=True):
             start = seq.num_computed_tokens - count
@@ -179,8 +185,8 @@ class TieredClock:
             if skipped < count:
                 computed.sequences.append(seq)
                 computed.counts.append(count - skipped)
-        self.loaded_blocks += loaded
-        return self._clock.duration(computed) + loaded * self._block_seconds
+        self.loaded_blocks += sum(n for seq, n in loaded.items() if not seq.num_preemptions)
+        return self._clock.duration(computed) + sum(loaded.values()) * self._block_seconds
 
     def _admit(self, seq: ScheduledSequence) -> int:
         """Look up and store the blocks of ``seq``; returns how many are loaded."""
@@ -209,60 +215,69 @@ def _served(source: Source) -> cache.Trace:
 
 
 def _draw(rows: style.DataFrame) -> style.Figure:
-    """A row per trace: hit rate and time by pool, time by tier, and the same over LRU's."""
-    rows = rows.assign(over_lru=_over_lru(rows))[rows["loop"] == "open"]
+    """A row per trace: hit rate and time by pool, and time over LRU's by pool and by tier; means
+    over the slices, with bars over all of them.  Over LRU's, of the closed loop where it is known.
+    """
+    rows = rows.assign(over_lru=_over_lru(rows))
     lines = style.policy_lines(rows["policy"].unique())
     lines[_NO_CACHE] = style.line(style.GREY, "", "dashdot") | {"label": "no prefix caching"}
     pools = sorted(rows[rows["pool_gib"] < float("inf")]["pool_gib"].unique())
     tiers = sorted(rows["host_gib"].unique())
+    rows["pool"] = rows["pool_gib"].map(dict(zip(pools, range(len(pools)), strict=True)))
     rows["tier"] = rows["host_gib"].map(tiers.index)
     traces = rows.groupby("trace", sort=False)
     figure, axes, _ = style.panel_grid(4 * len(traces), columns=4, height=1.9, width=1.75)
+    mean = functools.partial(quantiles.draws, middle="mean")
     for number, (trace, of_trace) in enumerate(traces):
         panels = axes[4 * number : 4 * number + 4]
-        for policy, some in of_trace.groupby("policy", sort=False):
-            look, alone = lines[policy], some[some["host_gib"] == 0]
+        alone = of_trace[of_trace["host_gib"] == 0]
+        loop = "closed" if "closed" in set(alone["loop"]) else "open"
+        for policy, some in alone.groupby("policy", sort=False):
+            look, of_loop = lines[policy], some[some["loop"] == loop]
             if policy == _INFINITE:
-                panels[0].axhline(100 * alone["block_hit_rate"].iloc[0], **look)
-                panels[1].axhline(alone["ttft_mean_s"].iloc[0], **look)
+                panels[0].axhline(100 * some["most_block_hit_rate"].mean(), **look)
+                panels[1].axhline(of_loop["ttft_mean_s"].mean(), **look)
                 continue
-            style.curve(panels[1], alone, "pool_gib", "ttft_mean_s", **look)
-            if policy != _NO_CACHE:
-                behind = some[some["pool_gib"] == pools[0]]
-                style.curve(panels[0], alone, "pool_gib", "block_hit_rate", 100, **look)
-                style.curve(panels[2], behind, "tier", "ttft_mean_s", **look)
-                style.curve(panels[3], behind, "tier", "over_lru", **look)
-        first = of_trace.iloc[0]
-        titles = (f"{trace}\n{first['requests']} requests", f"of {first['unique_gib']:,.0f} GiB")
-        titles += (f"tier behind {pools[0]:g} GiB" if pools else "",) * 2
-        for axis, title, label in zip(panels, titles, _LABELS, strict=True):
-            axis.set(title=title, ylabel=label)
-        for axis in panels[:2]:
-            style.log_x(axis, pools)
-            axis.set_xlabel("pool (GiB)")
-        for axis in panels[2:]:
-            axis.set_xticks(range(len(tiers)), map("{:g}".format, tiers))
-            axis.set_xlabel("tier (GiB)")
+            mean(panels[1], of_loop, "pool", "ttft_mean_s", **look)
+            if policy == _NO_CACHE:
+                continue
+            hits = of_loop.assign(rate=100 * of_loop["block_hit_rate"])
+            mean(panels[0], hits, "pool", "rate", **look)
+            mean(panels[2], of_loop, "pool", "over_lru", **look)
+            behind = of_trace[of_trace["policy"] == policy].query("loop == 'open' and pool == 0")
+            if policy not in _HINTED:
+                mean(panels[3], behind, "tier", "over_lru", **look)
+        slices = f"{trace}\n{of_trace['slice'].nunique()} slices"
+        titles = slices, f"{loop} loop", f"{loop} loop"
+        titles += (f"open loop, behind {pools[0]:g} GiB" if pools else "",)
+        labels = "block hit rate (%)", "time to first token (s)", *("time / LRU's",) * 2
+        for axis, title, label in zip(panels, titles, labels, strict=True):
+            axis.set(title=title, ylabel=label, xlabel="pool (GiB)")
+            axis.set_xticks(range(len(pools)), map("{:g}".format, pools))
+        panels[3].set_xticks(range(len(tiers)), map("{:g}".format, tiers))
+        panels[3].set_xlabel("tier (GiB)")
         panels[1].set_yscale("log")
         style.plain_log_ticks(panels[1].yaxis)
-        for axis in (panels[0], panels[2]):
-            axis.set_ylim(0, 1.1 * axis.get_ylim()[1])
-        panels[3].set_ylim(min(0.9, panels[3].get_ylim()[0]), max(1.1, panels[3].get_ylim()[1]))
-    notes = f"Llama 3.1 8B on an H100. {HONEST}"
+        panels[0].set_ylim(0, 1.1 * panels[0].get_ylim()[1])
+        for axis in panels[2:]:
+            axis.set_ylim(min(0.9, axis.get_ylim()[0]), max(1.1, axis.get_ylim()[1]))
+    notes = f"Llama 3.1 8B on an H100; bars: all slices. {HONEST}"
     return style.shared_legend(figure, columns=4, xlabel=serving.noted(figure, "", notes))
 
 
 def _over_lru(rows: style.DataFrame) -> style.Series:
-    """Time to first token over LRU's in the same pool and tier."""
-    at = ["trace", "loop", "pool_gib", "host_gib"]
+    """Time to first token over LRU's on the same slice, in the same pool and tier."""
+    at = ["trace", "slice", "loop", "pool_gib", "host_gib"]
     lru = rows["ttft_mean_s"].where(rows["policy"] == "lru")
     return rows["ttft_mean_s"] / lru.groupby([rows[name] for name in at]).transform("max")
 
 
 def _summary(rows: style.DataFrame) -> style.DataFrame:
-    columns = ["trace", "loop", "pool_gib", "host_gib", "policy", "block_hit_rate"]
-    columns += ["host_block_hit_rate", "ttft_mean_s"]
-    return rows[columns].assign(ttft_over_lru=_over_lru(rows), basis=rows["basis"])
+    rows = rows.assign(over_lru=_over_lru(rows))
+    by = ["trace", "loop", "pool_gib", "host_gib", "policy"]
+    values = ["block_hit_rate", "host_block_hit_rate", "most_block_hit_rate"]
+    values += ["ttft_mean_s", "over_lru"]
+    return quantiles.over_slices(rows, by, values).assign(basis=HONEST)
 
 
 EXPERIMENT = Experiment(
@@ -270,7 +285,7 @@ EXPERIMENT = Experiment(
     figure="time to first token under each policy and pool: Llama 3.1 8B, H100 modelled",
     options=EvictionServing(),
     quick=EvictionServing(
-        policy=("lru", "lfu"), pool_gib=(48.0,), host_gib=(512.0,), num_requests=100
+        policy=("lru", "lfu"), pool_gib=(48.0,), host_gib=(512.0,), num_requests=100, slices=1
     ),
     cells=cells,
     run_cell=run_cell,

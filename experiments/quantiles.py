@@ -33,13 +33,23 @@ def columns(
     }
 
 
-def draws(axis: style.Axes, rows: style.DataFrame, x: str, y: str, **look: object) -> None:
-    """A line through the medians of ``y`` against ``x``, with bars from the smallest to the
-    largest.  ``look`` goes to ``Axes.errorbar``."""
+def draws(
+    axis: style.Axes, rows: style.DataFrame, x: str, y: str, middle: str = "median", **look: object
+) -> None:
+    """A line through the medians (or means) of ``y`` against ``x``, with bars from the smallest to
+    the largest.  ``look`` goes to ``Axes.errorbar``."""
     points = rows.groupby(x)[y]
-    low, median, high = points.min(), points.median(), points.max()
-    error = [median - low, high - median]
-    axis.errorbar(median.index, median, error, elinewidth=0.7, capsize=1.5, **look)
+    low, middles, high = points.min(), points.agg(middle), points.max()
+    error = [middles - low, high - middles]
+    axis.errorbar(middles.index, middles, error, elinewidth=0.7, capsize=1.5, **look)
+
+
+def over_slices(rows: style.DataFrame, by: list[str], values: list[str]) -> style.DataFrame:
+    """Mean, smallest and largest of ``values`` over the slices of a trace: a row per ``by``."""
+    groups = rows.groupby(by, sort=False)
+    table = groups[values].agg(["mean", "min", "max"])
+    table.columns = ["_".join(column) for column in table]
+    return table.assign(slices=groups.size()).reset_index()
 
 
 def band(axis: style.Axes, rows: style.DataFrame, x: str, **look: object) -> None:

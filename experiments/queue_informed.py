@@ -1,6 +1,6 @@
 """Gain of eviction that sees the waiting line, by load (vLLM RFC 48485).
 
-The first requests of a trace are served by the scheduler and ``vllm_v1``, overlapping in time, on a
+Slices of a trace are served by the scheduler and ``vllm_v1``, overlapping in time, on a
 modelled clock (``ServiceModel``).  Only the arrivals are scaled.  Load 1 brings as many prompt
 tokens as the clock computes, before any hit; hits let the engine sustain more.  LRU and ``gittins``
 are told of the waiting line or not; LRU told of all arrivals of the trace bounds what it can bring.
@@ -10,17 +10,18 @@ To be quick, all lengths and the rates of the clock are divided by 8.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import cache
 from cache.policies import QueueInformed
-from cache.replay.overlapping import prompt_token_ids, simulate_serving
-from experiments import style
-from experiments.harness import Axis, Count, Experiment, Percent, Positive, grid
+from cache.replay.overlapping import most_hits, prompt_token_ids, simulate_serving
+from experiments import quantiles, style
+from experiments.harness import Axis, Experiment, Percent, Positive, grid
 from experiments.load import workloads
-from experiments.load.workloads import OnTraces
+from experiments.load.workloads import OnSlices
 
 _LOOKS = {
     "lru": ("LRU", style.line(style.BLUE, "o", "dashed")),
@@ -41,20 +42,18 @@ _SERVICE = cache.ServiceModel(
 
 
 @dataclass(frozen=True, kw_only=True)
-class QueueInformedEviction(OnTraces):
-    """The grid: traces x loads x pools x policies."""
+class QueueInformedEviction(OnSlices):
+    """The grid: slices of traces x loads x pools x policies."""
 
     policy: Axis[Literal[tuple(_LOOKS)]] = tuple(_LOOKS)
-    load: Axis[Positive] = (0.7, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+    load: Axis[Positive] = (1.0, 2.0, 4.0, 8.0, 16.0)
     """Prompt tokens that arrive per second, over those that the clock computes."""
     capacity_percent: Axis[Percent] = (20.0,)
     """Blocks of the pool, in percent of the unique blocks."""
-    num_requests: Count = 3000
-    """Requests of each trace, the first of a file."""
 
 
 def cells(options: QueueInformedEviction) -> Iterator[QueueInformedEviction]:
-    yield from grid(options, trace=[*options.sources(options.num_requests)])
+    yield from grid(options, trace=[*options.sliced_sources()])
 
 
 def run_cell(cell: QueueInformedEviction) -> list[dict[str, Any]]:
@@ -83,11 +82,13 @@ def run_cell(cell: QueueInformedEviction) -> list[dict[str, Any]]:
     return [
         {
             "trace": trace.name,
+            "slice": cell.trace.slice,
             **cell.columns("policy", "load"),
             "requests": trace.num_requests,
             "capacity_fraction": cell.capacity_percent / 100,
             "capacity_blocks": num_blocks,
             "block_hit_rate": result.stats.block_hit_rate,
+            "passed": result.stats.hit_blocks <= most_hits(trace),
             "mean_waiting": result.mean_waiting,
             "mean_running": result.mean_running,
             "preemptions": result.preemptions,
@@ -97,8 +98,8 @@ def run_cell(cell: QueueInformedEviction) -> list[dict[str, Any]]:
 
 
 def closed(rows: style.DataFrame) -> style.DataFrame:
-    """Share of the way from LRU to "told of all arrivals" that each policy goes."""
-    index = ["trace", "capacity_fraction", "load"]
+    """Share of the way from LRU to "told of all arrivals" that each policy goes, by slice."""
+    index = ["trace", "capacity_fraction", "load", "slice"]
     rates = rows.pivot(index=index, columns="policy", values="block_hit_rate")
     if not {"lru", "lru, all"} <= set(rates):
         return rates.iloc[:, :0]
@@ -107,21 +108,23 @@ def closed(rows: style.DataFrame) -> style.DataFrame:
 
 
 def _draw(rows: style.DataFrame) -> style.Figure:
-    """Gap closed against load, and the mean waiting line under LRU, per trace that has a gap."""
-    shares = 100 * closed(rows)
+    """Gap closed against load, and the waiting line under LRU, per trace that has a gap; means over
+    the slices, with bars over all of them."""
+    shares = (100 * closed(rows)).stack().rename("share").reset_index()
     panels = list(rows.groupby(["trace", "capacity_fraction"], sort=False))
-    panels = [one for one in panels if one[0] in shares.dropna(how="all").index] or panels
+    panels = [one for one in panels if one[0][0] in set(shares["trace"])] or panels
     figure, axes, spare = style.panel_grid(2 * len(panels), height=1.75, columns=len(panels))
+    mean = functools.partial(quantiles.draws, x="load", middle="mean")
     for ((trace, size), of_panel), above, below in zip(
         panels, axes[: len(panels)], axes[len(panels) :], strict=True
     ):
+        here = shares[(shares["trace"] == trace) & (shares["capacity_fraction"] == size)]
         for policy, (label, look) in _LOOKS.items():
-            if policy in shares and not policy.endswith("all"):
-                share = shares.loc[(trace, size), policy]
-                above.plot(share.index, share, **look, label=label)
-            waits = of_panel[of_panel["policy"] == policy]
-            if policy == "lru":
-                style.curve(below, waits, "load", "mean_waiting", **look)
+            share = here[here["policy"] == policy]
+            if len(share) and not policy.endswith("all"):
+                mean(above, share, y="share", **look, label=label)
+        waits = of_panel[of_panel["policy"] == "lru"]
+        mean(below, waits, y="mean_waiting", **_LOOKS["lru"][1])
         above.set_title(f"{trace}\npool of {100 * size:g} % of the unique blocks")
         below.set_yscale("symlog")
         for axis in (above, below):
@@ -134,14 +137,22 @@ def _draw(rows: style.DataFrame) -> style.Figure:
     )
 
 
+def _summary(rows: style.DataFrame) -> style.DataFrame:
+    by = ["trace", "capacity_fraction", "load", "policy"]
+    shares = closed(rows).stack().rename("gap_closed")
+    rows = rows.join(shares, on=["trace", "capacity_fraction", "load", "slice", "policy"])
+    values = ["block_hit_rate", "gap_closed", "mean_waiting", "mean_ttft_s"]
+    return quantiles.over_slices(rows, by, values)
+
+
 EXPERIMENT = Experiment(
     name="queue_informed",
     figure="what the waiting line is worth to eviction, by load, modelled (vLLM RFC 48485)",
     options=QueueInformedEviction(),
     quick=QueueInformedEviction(
-        policy=("lru", "lru, queue", "lru, all"), num_requests=300, load=(1.0, 4.0)
+        policy=("lru", "lru, queue", "lru, all"), num_requests=300, slices=1, load=(1.0, 4.0)
     ),
     cells=cells,
     run_cell=run_cell,
-    plot=style.plotter({"queue_informed": _draw}),
+    plot=style.plotter({"queue_informed": _draw}, {"summary": (_summary, "%.4g")}),
 )

@@ -5,6 +5,7 @@ The default is the traces of this repository, see experiments/traces/README.md.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 import cache
-from experiments.harness import Axis, InputFile, Options, Repeated
+from experiments.harness import Axis, Count, InputFile, Options, Repeated
 
 
 @dataclass(frozen=True)
@@ -22,11 +23,17 @@ class TraceFile:
 
     file: InputFile
     num_requests: int | None
-    """Take the first requests only; None: all."""
+    """Take so many requests only; None: all."""
+    first: int = 0
+    """The first of them."""
 
     @property
     def name(self) -> str:
         return self.file.name
+
+    @property
+    def slice(self) -> int:
+        return self.first
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,10 @@ class Workload:
     seed: int
     num_requests: int | None
     """None: the workload's default."""
+
+    @property
+    def slice(self) -> int:
+        return self.seed
 
 
 PAPER_LENGTHS = {
@@ -108,10 +119,44 @@ class OnTraces(Options):
             yield from (TraceFile(InputFile.of(path), num_requests) for path in REAL_TRACES)
 
 
+@dataclass(frozen=True, kw_only=True)
+class OnSlices(OnTraces):
+    """Options of an experiment on several slices of each trace, as one slice is no result.
+
+    A slice of a file is a run of its requests, apart from the others and at equal distances.  A
+    slice of a synthetic workload has a seed of its own.
+    """
+
+    slices: Count = 5
+    """Slices of each trace, or seeds of a synthetic workload."""
+    num_requests: Count = 3_000
+    """Requests of a slice; fewer where the slices of a file would overlap."""
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        return self.trace.name, str(self.trace.slice)
+
+    def sliced_sources(self) -> Iterator[Source]:
+        """The slices of the traces; raises as ``sources`` does."""
+        for source in self.sources(self.num_requests):
+            for number in range(self.slices):
+                if isinstance(source, Workload):
+                    yield dataclasses.replace(source, seed=source.seed + number)
+                    continue
+                apart = max(1, len(_whole(source.file.path)) // self.slices)
+                count = min(self.num_requests, apart)
+                yield dataclasses.replace(source, first=number * apart, num_requests=count)
+
+
 @functools.lru_cache(maxsize=4)
 def load(source: Source) -> cache.Trace:
     """The trace; the last four are cached."""
     if isinstance(source, TraceFile):
-        trace = cache.load_trace(source.file.path)
-        return trace if source.num_requests is None else trace.head(source.num_requests)
+        trace, first, count = _whole(source.file.path), source.first, source.num_requests
+        return trace[first : None if count is None else first + count]
     return cache.make_workload(source.name, seed=source.seed, num_requests=source.num_requests)
+
+
+@functools.lru_cache(maxsize=1)
+def _whole(path: Path) -> cache.Trace:
+    return cache.load_trace(path)

@@ -21,9 +21,10 @@ def trace(inputs) -> Path:
 def rows_of(trace, **options):
     """Rows by policy and pool."""
     given = {"policy": ("lru", "mru"), "pool_gib": (0.5, 2.0), "host_gib": (0.125, 16.0)}
-    given |= options
+    given |= {"slices": 1, **options}
     cells = eviction_serving.EXPERIMENT.checked_cells(EvictionServing(trace=(trace,), **given))
     rows = [row for cell in cells for row in eviction_serving.run_cell(cell)]
+    assert all(row["passed"] for row in rows)
     return {(row["policy"], row["host_gib"] or row["pool_gib"]): row for row in rows}
 
 
@@ -40,7 +41,7 @@ def test_hits_save_time_and_the_bounds_are_bounds(trace):
 
 
 def test_a_tier_finds_what_the_pool_evicted_and_loads_it_faster_than_it_is_computed(trace):
-    """One request after the other, so none is preempted and looked up again."""
+    """One request after the other, so all hits of an infinite cache are found."""
     rows = rows_of(trace, load=0.01)
     small, large = rows["lru", 0.125], rows["lru", 16.0]
     alone, infinite = rows["lru", 0.5], rows["infinite", float("inf")]
@@ -59,7 +60,7 @@ def test_arrivals_offer_the_load(trace):
 
 def test_requests_beyond_the_tables_of_the_clock_are_left_out(tmp_path):
     path = tmp_path / "long.jsonl"
-    lengths = (512, 65_527, 65_526, 1024)
+    lengths = (512, 131_063, 131_062, 1024)
     blocks = [[1000 * i + j for j in range(-(-n // 512))] for i, n in enumerate(lengths)]
     requests = [(i, n, 10, blocks[i]) for i, n in enumerate(lengths)]
     cache.save_trace(Trace.from_requests(requests, name="long", block_size=512), path)
@@ -68,12 +69,28 @@ def test_requests_beyond_the_tables_of_the_clock_are_left_out(tmp_path):
 
 
 def test_the_grid(trace):
-    cells = list(eviction_serving.EXPERIMENT.checked_cells(EvictionServing(trace=(trace,))))
+    options = EvictionServing(trace=(trace,), slices=1)
+    cells = list(eviction_serving.EXPERIMENT.checked_cells(options))
     policies = [str(cell.policy) for cell in cells]
-    assert policies[21] == "infinite"
+    assert policies[14] == "infinite"
     assert set(policies) == {
         "lru", "fifo", "lfu", "ttl", "session_end", "safeguarded", "no_cache", "infinite",
     }  # fmt: skip
-    assert len(cells) == 7 * 3 + 1 + 4 * 3
+    assert len(cells) == 7 * 2 + 1 + 4
     default = eviction_serving.EXPERIMENT.checked_cells(EvictionServing(policy=("lru",)))
-    assert [cell.trace.file.path for cell in default][::10] == [*REAL_TRACES]
+    traces = [cell.trace for cell in default][:: 2 * 2 + 1 + 1]
+    assert [trace.file.path for trace in traces[::5]] == [*REAL_TRACES]
+    places = [(trace.first, trace.num_requests) for trace in traces[5:10]]
+    assert places == [(2406 * number, 2000) for number in range(5)], "apart"
+
+
+def test_a_preempted_request_counts_once(tmp_path):
+    """It finds its own blocks when it resumes; no two prompts share one."""
+    requests = [(i, 256, 256, range(16 * i, 16 * i + 16)) for i in range(60)]
+    trace = Trace.from_requests(requests, name="t", block_size=16)
+    cache.save_trace(trace, tmp_path / "t.jsonl")
+    rows = rows_of(tmp_path / "t.jsonl", policy=("lru",), pool_gib=(0.75,), load=8.0)
+    for tier in (0.75, 16.0):
+        row = rows["lru", tier]
+        assert row["preemptions"] > 0 < row["resumed_block_hit_rate"]
+        assert row["block_hit_rate"] == row["host_block_hit_rate"] == 0
