@@ -96,7 +96,7 @@ TINY_RUNS = {
     "predictions": "--part kernels",
     "preemption": "--block-size 4 16 --context-tokens 40 --transfer-us 3 --draw 0 "
     "--traffic 0.01 --request-rate 40",
-    "published_serving": "--case lambda_h100_10 bench_70b",
+    "published_serving": "--case lambda_a100_10 bench_70b",
     "queue_informed": "--trace {chat} --load 0.7 2 --num-requests 40 --slices 2",
     "serving": "--load sharegpt alpaca_2_beams --host-ms 10 --draw 0 "
     "--system contiguous_max contiguous_oracle paged --traffic 0.01 --bisections 1",
