@@ -138,6 +138,7 @@ def run_cell(cell: OfTrace | Served | LatencyCell) -> list[dict[str, Any]]:
     if not coarse.has_blocks:
         return []  # no prompt fills a block of this size
     result = cache.simulate(coarse, policy=cell.policy, capacity_blocks=capacity)
+    assert result.block_hit_rate <= coarse.infinite_cache_hit_rate, "more than can hit"
     return [row | {"requests": trace.num_requests, "token_hit_rate": result.token_hit_rate}]
 
 

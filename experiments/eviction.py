@@ -121,6 +121,7 @@ def run_cell(cell: Eviction) -> list[dict[str, Any]]:
         hits = fluid_hits(trace, capacity)
         return [{**row, "block_hit_rate": hits / trace.num_block_references}]
     result = cache.simulate(trace, policy=policy_spec(cell.policy), capacity_blocks=capacity)
+    assert result.block_hit_rate <= trace.infinite_cache_hit_rate, "more than can hit"
     cut = trace.num_requests * 2 // 3
     before = int(trace.offsets[cut])
     hits_before = int(result.hits[:cut].sum())

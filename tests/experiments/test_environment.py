@@ -7,6 +7,7 @@ import os
 import subprocess
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from experiments.harness import environment
@@ -46,6 +47,19 @@ def test_published_tables_come_from_clean_commits(path):
     environment = json.loads(path.read_text())
     for run in (environment, *environment["earlier_runs"]):
         assert run["dirty"] is False, f"measure {path.parent} again from a clean commit"
+
+
+@pytest.mark.parametrize("path", sorted(PUBLISHED), ids=lambda path: path.parts[-3])
+def test_no_published_row_is_wrong_or_above_its_bound(path):
+    rows = pd.read_csv(path.with_name("rows.csv"), low_memory=False)
+    assert rows.get("passed", pd.Series(True)).dropna().all()
+    if path.parts[-3] != "eviction":
+        return  # overlapping experiments have a bound in each row: ``passed``
+    rates = rows[rows["policy"] != "fluid"].copy()  # a relaxation, which exceeds the optimum
+    for bound, at in {"infinite": ["trace"], "belady": ["trace", "capacity_fraction"]}.items():
+        rates["most"] = rates["block_hit_rate"].where(rates["policy"] == bound)
+        most = rates.groupby(at)["most"].transform("max").fillna(1)
+        assert (rates["block_hit_rate"] <= most).all(), bound
 
 
 @pytest.fixture
