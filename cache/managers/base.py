@@ -76,9 +76,9 @@ class UnsupportedByDesign(NotImplementedError):
 class CacheStats:
     """Counters of a manager since it was made.
 
-    A sequence that is preempted and resumed finds blocks of its own.  So what is asked for and found
-    when it resumes is counted apart, as in vLLM's ``PrefixCacheStats``, and hit rates are those of
-    first allocations.  A block query is a full block of the allocated sequence.
+    A sequence that is preempted and resumed finds blocks of its own.  So what is asked for and
+    found when it resumes is counted apart, as in vLLM's ``PrefixCacheStats``, and hit rates are
+    those of first allocations.  A block query is a full block of the allocated sequence.
     """
 
     num_allocations: int = 0
