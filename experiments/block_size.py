@@ -187,8 +187,8 @@ def _draw_latency(rows: style.DataFrame) -> style.Figure | None:
         bound = {**style.BOUND, "label": "bound: bytes at the measured peak"}
         latency.axhline(fastest, **bound)
         bandwidth.axhline(100, **bound)
-        most = 1.1 * of_context["p50_us"].max()
-        latency.set(title=f"context {context_len:,} tokens", ylim=(0, most))
+        latency.set(title=f"context {context_len:,} tokens", ymargin=0.5)
+        latency.set_ylim(0)
         bandwidth.set_ylim(0, 110)
         style.log_x(bandwidth, base=4)
     axes[0].set_ylabel("latency (µs)")

@@ -278,9 +278,7 @@ def _draw(rows: style.DataFrame) -> style.Figure | None:
         return None
     cards, names = list(rows.groupby("gpu", sort=False)), [*dict.fromkeys(rows["name"])]
     height = 0.6 + 0.21 * len(names)
-    figure, axes, _ = style.panel_grid(
-        len(cards), height=height, width=3.6 if len(cards) > 1 else 5.5, columns=2
-    )
+    figure, axes, _ = style.panel_grid(len(cards), height=height, width=7.2 / len(cards))
     for axis, (card, some) in zip(axes, cards, strict=True):
         places = some["name"].map(names.index)
         low, high = (100 * some[end] / some["predicted"] for end in ("low", "high"))

@@ -21,7 +21,6 @@ import torch
 
 Launch = Literal["graph", "eager"]
 Ceiling = Literal["device", "device_to_host", "host_to_device"]
-"""What bounds an op: the card's memory, or the link to the host in one direction."""
 _MIN_SAMPLES, _MAX_SAMPLES = 7, 300
 _FLUSH_BYTES = 256 * 2**20
 _COPIED_BYTES, _TRANSFERRED_BYTES = 2**31, 2**28
@@ -125,9 +124,8 @@ def _l2_bytes() -> int:
     return torch.cuda.get_device_properties().L2_cache_size
 
 
-@functools.lru_cache
 def bandwidth(ceiling: Ceiling = "device") -> float:
-    """Bytes per second that ``ceiling`` gives at most."""
+    """Bytes per second that the device's memory, or its link to the host, gives at most."""
     return max(device_bandwidths().values()) if ceiling == "device" else _link_bandwidth(ceiling)
 
 
@@ -137,19 +135,16 @@ def device_bandwidths() -> dict[str, float]:
 
     Each alone is no bound: on an H100 a copy is slower than kernels that read and write.
     """
-    source = torch.zeros(_COPIED_BYTES // 4, device="cuda").normal_()
-    other = torch.empty_like(source)
-    works = {
-        "read": (1, lambda: torch.sum(source)),
-        "copy": (2, lambda: other.copy_(source)),
-        "update": (2, lambda: other.add_(1)),
-    }
+    x = torch.zeros(_COPIED_BYTES // 4, device="cuda").normal_()
+    y = torch.empty_like(x)
+    works = {"read": x.sum, "copy": lambda: y.copy_(x), "update": lambda: y.add_(1)}
     return {
-        name: 1e6 * passes * source.nbytes / time_call(call, budget_ms=100).p50_us
-        for name, (passes, call) in works.items()
+        name: 1e6 * (1 if name == "read" else 2) * x.nbytes / time_call(work, budget_ms=100).p50_us
+        for name, work in works.items()
     }
 
 
+@functools.lru_cache
 def _link_bandwidth(ceiling: Ceiling) -> float:
     on_device = torch.zeros(_TRANSFERRED_BYTES, dtype=torch.uint8, device="cuda")
     other = torch.zeros(_TRANSFERRED_BYTES, dtype=torch.uint8, pin_memory=True)

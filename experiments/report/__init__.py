@@ -57,9 +57,8 @@ def write_report(results: Path, output: Path, experiments: Mapping[str, Experime
         notes = published.get(name, [])
         committed = _COMMITTED / name / "cpu"
         says = captions.get(name, {})
-        for index, table in enumerate(tables):  # what others published stands beside the first
-            some = [] if index else notes
-            pages.append(_page(experiment, table.parent, some, committed, says))
+        beside = dict.fromkeys(tables[:1], notes)
+        pages += [_page(experiment, t.parent, beside.get(t, []), committed, says) for t in tables]
         if not tables:
             absent.append({**_describe(experiment), "published": _compare(notes, None, committed)})
     if not pages:

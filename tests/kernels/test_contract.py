@@ -187,11 +187,7 @@ def test_matches_reference(op, data, device):
 @pytest.mark.parametrize("dtype", [*CACHE_DTYPES], ids=str)
 @pytest.mark.parametrize("op", ["store_kvcache", "copy_blocks", "swap_blocks"])
 def test_moves_keep_every_bit_pattern(op, dtype, device):
-    """NaN payloads among them.
-
-    The reference moves integers: for the tests' deterministic algorithms PyTorch's index_put on a
-    GPU converts smaller floats to fp32 and back, which makes all their NaNs one.
-    """
+    """NaN payloads too; as integers, since deterministic index_put on a GPU computes in fp32."""
     if op == "store_kvcache" and dtype not in DTYPES:
         pytest.skip("keys and values are floating-point numbers")
     case = make_case(op, num_tokens=3, dtype=torch.float32, device=device)

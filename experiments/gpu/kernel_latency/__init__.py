@@ -15,10 +15,9 @@ Ours may be tried with other tiles and numbers of splits than those of ``kernels
 A cell first checks its result against fp64 by the rule of ``kernels/testing/accuracy.py`` and
 fails, without a time, where it is wrong. Times are p20, p50 and p80 of the device's clock with a
 cold L2, by replays of a CUDA graph where the work can be captured (``launch``), see
-``bench/gpu_timing.py``. Achieved bytes and operations per second are compared with the
-fastest of a sum, a copy and an update in place, and a bf16 matrix product, which are timed in the
-same process. Implementations whose names begin with gather_ first copy the context, within the
-time; see ``kernels/testing/baselines.py``.
+``bench/gpu_timing.py``. Achieved bytes and operations per second are compared with the ceilings
+that it measures in the same process. Implementations whose names begin with gather_ first copy the
+context, within the time; see ``kernels/testing/baselines.py``.
 """
 
 from __future__ import annotations

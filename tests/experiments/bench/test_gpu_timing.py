@@ -114,8 +114,8 @@ def test_calls_are_timed_in_turns(fake):
 def test_no_time_is_shorter_than_its_bytes_and_operations_need(
     num_bytes, flops, l2_bytes, above_peak, monkeypatch
 ):
-    """In 100 ns, at 1 GB and 1 GFLOP per second."""
-    monkeypatch.setattr(gpu_timing, "bandwidth", lambda ceiling: 1e9)
+    """In 100 ns, at 1 GB and 1 GFLOP per second; a memcpy alone is slower on an H100."""
+    monkeypatch.setattr(gpu_timing, "device_bandwidths", lambda: {"copy": 8e8, "read": 1e9})
     monkeypatch.setattr(gpu_timing, "matmul_rate", lambda: 1e9)
     monkeypatch.setattr(gpu_timing, "_l2_bytes", lambda: l2_bytes)
     times, work = gpu_timing.Times(p50_us=0.1), {"num_bytes": num_bytes, "flops": flops}
@@ -126,13 +126,6 @@ def test_no_time_is_shorter_than_its_bytes_and_operations_need(
     row = gpu_timing.timed_columns(times, **work, launch="graph")
     assert row["bandwidth_fraction"] == pytest.approx(num_bytes / 100)
     assert row["above_peak"] == above_peak or above_peak in row["above_peak"]
-
-
-def test_the_fastest_of_three_bounds_every_op_on_the_device(monkeypatch):
-    """By a memcpy alone ten right rows of an H100 were impossible."""
-    rates = {"read": 3.1e12, "copy": 2.4e12, "update": 2.9e12}
-    monkeypatch.setattr(gpu_timing, "device_bandwidths", lambda: rates)
-    assert gpu_timing.bandwidth.__wrapped__() == 3.1e12
 
 
 @pytest.mark.parametrize("launch", ["graph", "eager"])
