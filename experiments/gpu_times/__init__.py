@@ -50,16 +50,13 @@ def read(path: Path) -> pd.DataFrame:
         line = re.search(r"line (\d+)", str(error))
         raise ValueError(f"{path}:{line[1] if line else 1}: {error}") from error
     for name in table:
-        if name in _TEXTS:
-            wrong = table[name].isna()
-        else:
+        wrong, needs = table[name].isna(), "a text"
+        if name not in _TEXTS:
+            above, kept = ("of at least", "left") if name in _MAY_BE_0 else ("above", "neither")
             numbers = pd.to_numeric(table[name], errors="coerce")
-            enough = numbers >= 0 if name in _MAY_BE_0 else numbers > 0
-            wrong = ~(enough & (numbers < np.inf))
+            wrong, needs = ~numbers.between(0, np.inf, inclusive=kept), f"a number {above} 0"
         if wrong.any():
             row = int(wrong.argmax())
-            needs = "a number of at least 0" if name in _MAY_BE_0 else "a number above 0"
-            needs = "a text" if name in _TEXTS else needs
             given = table[name].astype(object)[row]
             raise ValueError(f"{path}:{row + 2}: {name} is {given!r}; needs {needs}")
     return table

@@ -38,6 +38,7 @@ BASIS = "modelled from machine code; constants fitted to times that others measu
 _GPUS = ("A100-SXM", "H100-SXM", "H200-SXM", "B200-SXM", "GB200", "L40S", "RTX-PRO-6000")
 _SHAPE = ["phase", "batch_size", "query_tokens", "context_tokens", "q_heads", "kv_heads"]
 _SHAPE += ["head_dim", "kv_dtype"]
+_SHARES = ("bandwidth_least", "bandwidth_most")
 _SHORTEST_US = 20
 _BARS = {
     ("decode", False): (0.15, 0.35),
@@ -86,13 +87,13 @@ def constants(gpu: str, left_out: bool) -> Constants:
 def bandwidth_shares(gpu: str) -> tuple[float, float]:
     """Least and largest bandwidth share whose score on the fitted rows is at most 2 % above the
     fit's, with its other constants.  NaN for a GPU that was not fitted."""
-    if gpu not in FITTED:
+    rows, tried = _judged().query("may_fit and gpu == @gpu"), np.arange(1, 101) / 100
+    if rows.empty:
         return np.nan, np.nan
-    rows, found = _judged().query("may_fit and gpu == @gpu"), constants(gpu, False)
-    tried = [found.bandwidth, *np.arange(1, 101) / 100]
-    scores = [score(gpu, rows, rows["microseconds"], found._replace(bandwidth=b)) for b in tried]
-    near = [share for share, value in zip(tried, scores, strict=True) if value < 1.02 * scores[0]]
-    return min(near), max(near)
+    us, found = rows["microseconds"], constants(gpu, False)
+    scores = [score(gpu, rows, us, found._replace(bandwidth=share)) for share in tried]
+    near = tried[np.array(scores) < 1.02 * score(gpu, rows, us, found)]
+    return near.min(), near.max()
 
 
 def run_cell(cell: KernelTime) -> list[dict[str, Any]]:
@@ -102,8 +103,7 @@ def run_cell(cell: KernelTime) -> list[dict[str, Any]]:
     for left_out in (False, True) if cell.gpu in FITTED else (True,):
         found = constants(cell.gpu, left_out)
         about = {"part": "errors", "gpu": cell.gpu, "left_out": left_out, **found._asdict()}
-        ends = (np.nan, np.nan) if left_out else bandwidth_shares(cell.gpu)
-        about |= {"bandwidth_least": ends[0], "bandwidth_most": ends[1], "basis": BASIS}
+        about |= dict(zip(_SHARES, bandwidth_shares(cell.gpu), strict=True)) | {"basis": BASIS}
         for phase, of_phase in rows[~rows["may_fit"] | left_out].groupby("phase"):
             about |= {"phase": phase, "family": "all"}
             table.append(about | _errors(of_phase, found, _BARS[phase, left_out]))

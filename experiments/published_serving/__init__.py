@@ -12,6 +12,7 @@ error on these, and the errors of the ``judged`` others with it and without.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,7 +32,7 @@ _CASES = """
     ours_first_512 anyscale
 """
 _PER_SECOND = "tokens per second"
-_HOST_MS = np.arange(0, 10.01, 0.05)
+_HOST_MS = np.arange(0, 5.01, 0.05)
 _STEPS = (1, 4, 7, 10)
 """The steps of a launch of 10 over which the clock takes its mean."""
 
@@ -57,35 +58,22 @@ def run_cell(cell: PublishedServing) -> list[dict[str, Any]]:
 
 def _modelled(about: dict[str, Any], x: int, seed: int, host_ms: float) -> tuple[float, int | None]:
     """The point ``x`` of a case on the clock, and its sequences where the table has them."""
-    sequences = {"lambda_h100_320": 320, "a100_40gb": x}.get(about["case"], 256)
-    place = about["model"], about["gpu"], about["tensor_parallel"]
-    clock = GpuClock(*place, host_seconds=host_ms / 1000, max_num_seqs=sequences)
-    kind, tokens = about["kind"], about["tokens"] or x
-    batch = x if about["tokens"] else 1
+    place, kind = (about["model"], about["gpu"], about["tensor_parallel"]), about["kind"]
+    tokens, batch = (about["tokens"], x) if about["tokens"] else (x, 1)
+    most = 256 if kind == "anyscale" else 320
+    clock = GpuClock(*place, host_seconds=host_ms / 1000, max_num_seqs=most)
+    prompts = [(tokens, tokens)] * batch
     if kind == "launch":
         return _launch(clock, about["case"], x)
     if kind == "decode":
         return 1000 * clock.seconds([tokens] * batch), batch
     if kind == "first":
-        return 1000 * clock.seconds([], [(tokens, tokens)] * batch, batch), batch
-    if kind == "prompts":
-        return _prompt_token(clock, x), None
-    blocks, is_anyscale = 30_000, about["case"] == "anyscale"
-    if is_anyscale:
-        drawn = np.rint(np.random.default_rng(seed).exponential(128, 200_000))
-        outputs = np.maximum(drawn[drawn <= x][:1000], 1).astype(int).tolist()
-        prompts, blocks = [[1] * 512] * 1000, serving.num_blocks(clock)
-    elif about["case"] == "a100_40gb":
-        prompts, outputs = [[1] * 1024] * 20 * x, [128] * 20 * x
-    else:
-        prompts, outputs = nano_vllm_requests()
-    manager = make_manager("vllm_v1", num_blocks=blocks, block_size=16, enable_prefix_caching=False)
-    limits = {"max_num_seqs": sequences, "max_num_batched_tokens": clock.max_num_batched_tokens}
-    engine = open_loop.engine_without_model(
-        manager, **limits, max_model_len=4096, prefill_first=is_anyscale
-    )
-    run = open_loop.serve(engine, prompts, outputs, [0.0] * len(prompts), service=clock)
-    return (sum(outputs) + is_anyscale * 512_000) / run.seconds, None
+        return 1000 * clock.seconds([], prompts, batch), batch
+    if kind == "batch":  # of 128 output tokens each
+        decode = 127 * clock.seconds([tokens + 64] * batch)
+        return 128 * batch / (clock.seconds([], prompts, batch) + decode), batch
+    run = {"prompts": _prompt_token, "anyscale": _throughput, "nano": _nano_vllm_bench}[kind]
+    return run(clock, x, seed), None
 
 
 def _of_case(name: str, case: str) -> style.DataFrame:
@@ -104,12 +92,31 @@ def _launch(clock: GpuClock, case: str, number: int) -> tuple[float, int]:
     return 1000 * float(np.mean(seconds)), len(lengths)
 
 
-def _prompt_token(clock: GpuClock, step_tokens: int) -> float:
+def _prompt_token(clock: GpuClock, step_tokens: int, seed: int) -> float:
     """Microseconds per prompt token, in steps of whole prompts of about ``step_tokens`` tokens."""
     lengths = _of_case("prompts.csv", "lambda_h100_320")["prompt_tokens"]
     steps = lengths.groupby(lengths.cumsum() // step_tokens)
     seconds = sum(clock.seconds([], [(n, n) for n in step], len(step)) for _, step in steps)
     return 1e6 * seconds / lengths.sum()
+
+
+def _throughput(clock: GpuClock, most_tokens: int, seed: int) -> float:
+    """Prompt and output tokens per second of the run of ``anyscale``."""
+    drawn = np.rint(np.random.default_rng(seed).exponential(128, 200_000))
+    outputs = np.maximum(drawn[drawn <= most_tokens][:1000], 1).astype(int).tolist()
+    prompts = [[1] * 512] * 1000
+    run = serving.serve("paged", clock, prompts, outputs, [0.0] * 1000, prefill_first=True)
+    return (512_000 + sum(outputs)) / run.seconds
+
+
+def _nano_vllm_bench(clock: GpuClock, sequences: int, seed: int) -> float:
+    """Output tokens per second."""
+    prompts, outputs = nano_vllm_requests()
+    manager = make_manager("vllm_v1", num_blocks=30_000, block_size=16)
+    limits = {"max_num_seqs": sequences, "max_num_batched_tokens": 8192, "max_model_len": 4096}
+    engine = open_loop.engine_without_model(manager, **limits)
+    run = open_loop.serve(engine, prompts, outputs, [0.0] * len(prompts), service=clock)
+    return sum(outputs) / run.seconds
 
 
 def _draw(rows: style.DataFrame) -> style.Figure:
@@ -140,26 +147,23 @@ def _summary(rows: style.DataFrame) -> style.DataFrame:
     )
 
 
-def _hosts(rows: style.DataFrame) -> style.DataFrame | None:
-    """The host time of each engine, and mean errors of its cases without it and with it."""
-    import pandas as pd
+def _error(rows: style.DataFrame, host_ms: float) -> float:
+    """Mean of the cases' mean errors with a host time."""
+    longer = 1 + host_ms * rows["growth_per_host_ms"]
+    modelled = (1 + rows["error"]) * longer.where(rows["unit"] != _PER_SECOND, 1 / longer)
+    return (modelled - 1).abs().groupby(rows["case"]).mean().mean()
 
-    exponent = np.where(rows["unit"] == _PER_SECOND, -1.0, 1.0)[:, None]
-    times = (1 + np.outer(rows["growth_per_host_ms"], _HOST_MS)) ** exponent
-    errors = pd.DataFrame(abs((1 + rows[["error"]].to_numpy()) * times - 1), columns=_HOST_MS)
-    names = [rows[name].array for name in ("engine", "half", "case")]
-    of_halves = errors.groupby(names, sort=False).mean().groupby(level=[0, 1], sort=False).mean()
+
+def _hosts(rows: style.DataFrame) -> style.DataFrame:
+    """The host time of each engine, and its cases' errors without it and with it."""
     table = []
-    for engine, means in of_halves.groupby(level=0, sort=False):
-        means = means.droplevel(0).T
-        if "chosen" in means:
-            both = means.loc[[0, means["chosen"].idxmin()]]
-            row = {"engine": engine, "host_ms": both.index[1]}
-            for half in both:
-                row |= {f"{half}_error": both[half].iloc[0]}
-                row |= {f"{half}_error_with_host": both[half].iloc[1]}
-            table.append(row)
-    return pd.DataFrame(table) if table else None
+    for engine, some in rows[rows["half"] != "given"].groupby("engine", sort=False):
+        chosen, judged = (some[some["half"] == half] for half in ("chosen", "judged"))
+        row = {"engine": engine, "host_ms": min(_HOST_MS, key=functools.partial(_error, chosen))}
+        for name, ms in (("error", 0), ("error_with_host", row["host_ms"])):
+            row |= {f"chosen_{name}": _error(chosen, ms), f"judged_{name}": _error(judged, ms)}
+        table.append(row)
+    return type(rows)(table)
 
 
 EXPERIMENT = Experiment(
