@@ -19,7 +19,7 @@ import cache
 from cache.policies import QueueInformed
 from cache.replay.overlapping import most_hits, prompt_token_ids, simulate_serving
 from experiments import quantiles, style
-from experiments.harness import Axis, Experiment, Percent, Positive, grid
+from experiments.harness import Axis, Count, Experiment, Percent, Positive, grid
 from experiments.load import workloads
 from experiments.load.workloads import OnSlices
 
@@ -50,6 +50,7 @@ class QueueInformedEviction(OnSlices):
     """Prompt tokens that arrive per second, over those that the clock computes."""
     capacity_percent: Axis[Percent] = (20.0,)
     """Blocks of the pool, in percent of the unique blocks."""
+    num_requests: Count = 1_500
 
 
 def cells(options: QueueInformedEviction) -> Iterator[QueueInformedEviction]:
