@@ -17,8 +17,8 @@ prompt tokens arrive as can be computed.  Requests of more than 131,072 tokens a
 the model's maximum.  The clock's tables end at contexts of 65,536; beyond, attention grows as
 between their last rows.  The policy's own work is not part of the time; ``overhead`` measures it.
 
-Where the trace has think times there are rows of a closed loop too: only the first request of an
-agent arrives at its scaled time, and the others a think time after the answer before them.
+Where the trace has think times the loop is closed: only the first request of an agent arrives at
+its scaled time, and the others a think time after the answer before them.
 """
 
 from __future__ import annotations
@@ -89,13 +89,6 @@ def cells(options: EvictionServing) -> Iterator[EvictionServing]:
 
 
 def run_cell(cell: EvictionServing) -> list[dict[str, Any]]:
-    loops = ["open"]
-    if not cell.host_gib and workloads.load(cell.trace).columns.keys() >= LOOP_COLUMNS:
-        loops.append("closed")
-    return [_row(cell, loop) for loop in loops]
-
-
-def _row(cell: EvictionServing, loop: str) -> dict[str, Any]:
     whole, clock = workloads.load(cell.trace), _clock(cell.host_ms)
     trace = _served(cell.trace)
     block_bytes = trace.block_size * clock.kv_bytes_per_token
@@ -121,15 +114,16 @@ def _row(cell: EvictionServing, loop: str) -> dict[str, Any]:
         sizes = {"num_blocks": host_blocks, "block_size": trace.block_size}
         tier = cache.make_manager("vllm_v1", **sizes, policy=policy_spec(cell.policy))
         service = TieredClock(clock, manager, tier)
+    is_closed = trace.columns.keys() >= LOOP_COLUMNS
     run = cache.simulate_serving(
-        trace, manager=manager, service=service, time_scale=scale, closed_loop=loop == "closed"
+        trace, manager=manager, service=service, time_scale=scale, closed_loop=is_closed
     )
     stats, most = run.stats, most_hits(trace)
     loaded = service.loaded_blocks if cell.host_gib else 0
-    return {
+    row = {
         "trace": trace.name,
         "slice": cell.trace.slice,
-        "loop": loop,
+        "loop": "closed" if is_closed else "open",
         "policy": str(cell.policy),
         **cell.columns("pool_gib", "host_gib", "load", "host_ms"),
         "model": clock.model,
@@ -153,6 +147,7 @@ def _row(cell: EvictionServing, loop: str) -> dict[str, Any]:
         **quantiles.of_times("ttft", run.ttft_seconds.tolist()),
         "basis": HONEST,
     }
+    return [row]
 
 
 class TieredClock:
@@ -216,8 +211,7 @@ def _served(source: Source) -> cache.Trace:
 
 def _draw(rows: style.DataFrame) -> style.Figure:
     """A row per trace: hit rate and time by pool, and time over LRU's by pool and by tier; means
-    over the slices, with bars over all of them.  Over LRU's, of the closed loop where it is known.
-    """
+    over the slices, with bars over all of them."""
     rows = rows.assign(over_lru=_over_lru(rows))
     lines = style.policy_lines(rows["policy"].unique())
     lines[_NO_CACHE] = style.line(style.GREY, "", "dashdot") | {"label": "no prefix caching"}
@@ -231,25 +225,23 @@ def _draw(rows: style.DataFrame) -> style.Figure:
     for number, (trace, of_trace) in enumerate(traces):
         panels = axes[4 * number : 4 * number + 4]
         alone = of_trace[of_trace["host_gib"] == 0]
-        loop = "closed" if "closed" in set(alone["loop"]) else "open"
         for policy, some in alone.groupby("policy", sort=False):
-            look, of_loop = lines[policy], some[some["loop"] == loop]
+            look = lines[policy]
             if policy == _INFINITE:
                 panels[0].axhline(100 * some["most_block_hit_rate"].mean(), **look)
-                panels[1].axhline(of_loop["ttft_mean_s"].mean(), **look)
+                panels[1].axhline(some["ttft_mean_s"].mean(), **look)
                 continue
-            mean(panels[1], of_loop, "pool", "ttft_mean_s", **look)
+            mean(panels[1], some, "pool", "ttft_mean_s", **look)
             if policy == _NO_CACHE:
                 continue
-            hits = of_loop.assign(rate=100 * of_loop["block_hit_rate"])
-            mean(panels[0], hits, "pool", "rate", **look)
-            mean(panels[2], of_loop, "pool", "over_lru", **look)
-            behind = of_trace[of_trace["policy"] == policy].query("loop == 'open' and pool == 0")
+            mean(panels[0], some.assign(hits=100 * some["block_hit_rate"]), "pool", "hits", **look)
+            mean(panels[2], some, "pool", "over_lru", **look)
             if policy not in _HINTED:
-                mean(panels[3], behind, "tier", "over_lru", **look)
-        slices = f"{trace}\n{of_trace['slice'].nunique()} slices"
-        titles = slices, f"{loop} loop", f"{loop} loop"
-        titles += (f"open loop, behind {pools[0]:g} GiB" if pools else "",)
+                behind = (of_trace["policy"] == policy) & (of_trace["pool"] == 0)
+                mean(panels[3], of_trace[behind], "tier", "over_lru", **look)
+        count, loop = of_trace["slice"].nunique(), of_trace["loop"].iloc[0]
+        titles = f"{trace}\n{count} slices, {loop} loop", "", ""
+        titles += (f"tier behind {pools[0]:g} GiB" if pools else "",)
         labels = "block hit rate (%)", "time to first token (s)", *("time / LRU's",) * 2
         for axis, title, label in zip(panels, titles, labels, strict=True):
             axis.set(title=title, ylabel=label, xlabel="pool (GiB)")
@@ -267,7 +259,7 @@ def _draw(rows: style.DataFrame) -> style.Figure:
 
 def _over_lru(rows: style.DataFrame) -> style.Series:
     """Time to first token over LRU's on the same slice, in the same pool and tier."""
-    at = ["trace", "slice", "loop", "pool_gib", "host_gib"]
+    at = ["trace", "slice", "pool_gib", "host_gib"]
     lru = rows["ttft_mean_s"].where(rows["policy"] == "lru")
     return rows["ttft_mean_s"] / lru.groupby([rows[name] for name in at]).transform("max")
 
