@@ -117,15 +117,19 @@ def _served(cell: Served) -> list[dict[str, Any]]:
 
 
 def summary(rows: style.DataFrame) -> style.DataFrame:
-    """The first block size at which swapping takes no longer than recomputing, infinite if there is
-    none: for ``cost`` by context length, for ``serving`` the median and the range of the draws."""
+    """The first block size at which swapping takes at most ``at_most`` times as long as
+    recomputing, infinite if there is none: the median and the range of the draws."""
+    import pandas as pd
+
     point = ["part", "transfer_us", "context_tokens", "draw"]
     rows = rows.assign(time=rows["ms"].fillna(rows["normalized_latency_s"]))
     times = rows.set_index([*point, "block_size", "way"])["time"].unstack()
     times = times.reindex(columns=["swap", "recompute"]).reset_index()
-    times["first"] = times["block_size"].where(times["swap"] <= times["recompute"], np.inf)
-    firsts = times.groupby(point, dropna=False)["first"].min()
-    of_point = firsts.groupby(point[:-1], dropna=False)
+    times = times.merge(pd.DataFrame({"at_most": (1.0, 1.05)}), how="cross")
+    fast = times["swap"] <= times["at_most"] * times["recompute"]
+    times["first"] = times["block_size"].where(fast, np.inf)
+    firsts = times.groupby(["at_most", *point], dropna=False)["first"].min()
+    of_point = firsts.groupby(["at_most", *point[:-1]], dropna=False)
     return of_point.agg(block_size="median", least="min", most="max").reset_index()
 
 

@@ -49,6 +49,6 @@ def test_the_assumed_transfer_decides_from_which_block_size_on_swapping_is_no_sl
     )
     rows = [row for cell in cells if isinstance(cell, Cost) for row in preemption.run_cell(cell)]
     rows = pd.DataFrame(rows).assign(draw=float("nan"), normalized_latency_s=float("nan"))
-    firsts = preemption.summary(rows).set_index("transfer_us")
-    assert firsts["block_size"].to_dict() == {1: 2, 10: 16, 100: float("inf")}
+    firsts = preemption.summary(rows).set_index(["at_most", "transfer_us"])
+    assert firsts["block_size"].loc[1].to_dict() == {1: 2, 10: 16, 100: float("inf")}
     assert (firsts["least"] == firsts["most"]).all()
