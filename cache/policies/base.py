@@ -86,8 +86,8 @@ class EvictionPolicy(abc.ABC):
     def look_up(self, keys: Sequence[Hashable]) -> None:  # noqa: B027
         """A request asks for the contents ``keys``, from the head of its prompt.
 
-        Optional; called before the request pins, misses or evicts anything.  All call it but
-        ``radix``.
+        A last block that is computed in any case is not among them.  Optional; called before the
+        request pins, misses or evicts anything.  All call it but ``radix``.
         """
 
     def expect(self, place: tuple[int, ...], keys: Sequence[Hashable]) -> None:  # noqa: B027

@@ -34,6 +34,7 @@ class QueueInformed(WrappingPolicy):
         self._spared_block: dict[Hashable, int] = {}
 
     def expect(self, place: tuple[int, ...], keys: Sequence[Hashable]) -> None:
+        super().expect(place, keys)
         for key in self._line.pop(place, ()):
             self._wanted[key].remove(place)
             if not self._wanted[key]:

@@ -14,15 +14,16 @@ from cache.policies.wrapping import WrappingPolicy
 class Safeguarded(WrappingPolicy, LeafPolicy):
     """``policy``, with at most ``budget`` hits per block reference fewer than LRU (PageLab).
 
-    It follows an LRU cache of its size.  The *balance* is its hits less LRU's hits plus
-    ``budget`` x references, and at most the capacity.  *Missing* are the blocks that LRU holds and
-    the pool does not.  A block that ``policy`` gives up is set aside with the blocks that continue
-    it.  Of the leaves set aside, one that LRU does not hold is evicted.  If there is none, one that
-    LRU holds is evicted if missing + 1 <= balance; otherwise ``policy`` is asked again.
+    It follows the LRU cache that its owner would have, blocks without content included.  The
+    *balance* is its hits less LRU's hits plus ``budget`` x references, and at most the capacity.
+    *Missing* are the blocks that LRU holds and the pool does not.  A block that ``policy`` gives up
+    is set aside with the blocks that continue it.  Of the leaves set aside, one that LRU does not
+    hold is evicted.  If there is none, one that LRU holds is evicted if missing + 1 <= balance;
+    otherwise ``policy`` is asked again.
 
-    In serial replay of traces whose ids are unique to their prefix the bound is proven, from the
-    first request on: docs/eviction-study.md.  In managers requests overlap, and nothing is proven.
-    ``radix`` ranks nodes and does not call ``look_up``: there the balance stays 0.
+    The bound is proven from the first request on, in serial replay of traces whose ids are unique
+    to their prefix and in managers one request at a time: docs/eviction-study.md says what else it
+    needs.  ``radix`` ranks nodes and does not call ``look_up``: there the balance stays 0.
 
     ``policy`` is a name (``options`` are its options) or an object that defines ``remove``.  Raises
     ValueError for a negative or infinite ``budget`` or a policy that cannot remove blocks.
@@ -44,12 +45,14 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
         self._balance = 0.0
         self._missing: set[Hashable] = set()
         self._lru: OrderedDict[Hashable, None] = OrderedDict()
+        self._awaited: set[Hashable] = set()  # asked for by the last request, not inserted yet
 
     def look_up(self, keys: Sequence[Hashable]) -> None:
         super().look_up(keys)
         hits = sum(key in self._with_key for key in keys)
         self._balance += hits - sum(key in self._lru for key in keys) + self.budget * len(keys)
         self._balance = min(self._balance, self._capacity)
+        self._awaited = set(keys) - self._with_key.keys()
         self._use(keys)
 
     def _use(self, keys: Sequence[Hashable]) -> None:
@@ -61,7 +64,9 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
         self._shrink(self._capacity)
 
     def _shrink(self, size: int) -> None:
-        while len(self._lru) > size:
+        for _ in range(len(self._lru)):  # once each; then all are in use
+            if len(self._lru) <= size:
+                break
             key, _ = self._lru.popitem(last=False)
             self._missing.discard(key)
             node = self._with_key.get(key)
@@ -73,7 +78,8 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
 
     def insert(self, block: int, key: Hashable, parent: Hashable | None, depth: int) -> None:
         super().insert(block, key, parent, depth)
-        self._use([key])
+        self._use([self._content(block)])
+        self._awaited.discard(key)
 
     def pin(self, block: int) -> None:
         super().pin(block)
@@ -84,6 +90,28 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
             node.memo = None
             self.policy.miss(node.key)
             self.policy.insert(block, node.key, node.parent and node.parent.key, node.depth)
+        if (key := self._content(block)) not in self._lru:
+            self._use([key])
+
+    def _content(self, block: int) -> Hashable:
+        """The key of ``block``, which is in use; of a copy, (content, block), the content's own.
+
+        The copy takes the place of a released block, which is set aside as the copy.
+        """
+        node = self._nodes[block]
+        other = self._with_key.get(node.key[0]) if type(node.key) is tuple else None
+        if not other or not other.released:
+            return node.key
+        super().pin(other.block)
+        if not other.memo:
+            self.policy.remove(other.block)
+        node.block, other.block = other.block, block
+        node.memo, other.memo = "aside", None
+        self._nodes |= {node.block: node, block: other}
+        self._released[node.block] = None
+        node.released = True
+        self._offer(node)
+        return other.key
 
     def _access(self, nodes: list[Node]) -> None:
         self._use([node.key for node in reversed(nodes)])
@@ -98,9 +126,10 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
             self._leaves.remove(node)
 
     def _take(self) -> Node | None:
-        self._shrink(len(self._nodes))  # the other blocks have no content
+        # LRU takes a block as well and has as many without content, which will get what is awaited.
+        self._shrink(len(self._nodes) + len(self._awaited) - 1)
         may_lose = len(self._missing) + 1 <= self._balance
-        # Where requests overlap, ``policy`` may have no other block.
+        # Where blocks in use are copies of each other, ``policy`` may have no other block.
         while (not self._leaves or self._leaves.first()[0] > may_lose) and len(self.policy):
             block = self.policy.evict()
             if block not in self._released or self._nodes[block].memo:

@@ -31,6 +31,9 @@ class WrappingPolicy(EvictionPolicy):
     def look_up(self, keys: Sequence[Hashable]) -> None:
         self.policy.look_up(keys)
 
+    def expect(self, place: tuple[int, ...], keys: Sequence[Hashable]) -> None:
+        self.policy.expect(place, keys)
+
     def miss(self, key: Hashable) -> None:
         self.policy.miss(key)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections import OrderedDict
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cache
+from cache import AllocStatus, Sequence
 from cache.policies import EvictionPolicy, make_policy
 from cache.policies.gittins import Gittins
 from cache.traces.trace import Trace
@@ -70,7 +72,7 @@ def adversary(
 DESIGNED = [
     (capacity, int(share * capacity), repeats, warm)
     for capacity, share, repeats, warm in itertools.product((30, 100), (0.2, 0.5), (2, 8), (0, 200))
-]
+] + [(200, 80, 4, 200)]  # where an earlier policy lost 6.2 % of all references
 
 
 def test_the_bound_holds_on_every_designed_trace():
@@ -82,15 +84,6 @@ def test_the_bound_holds_on_every_designed_trace():
             assert slack(trace, capacity, policy, budget) >= -1e-9, (design, wrapped, budget)
         num_tempting += slack(trace, capacity, make_policy("gdsf"), 0.005) < 0
     assert num_tempting >= 13, "without the safeguard they break the bound"
-
-
-@pytest.mark.parametrize("wrapped", ["gdsf", "gittins"])
-def test_the_bound_holds_on_the_former_counterexample(wrapped):
-    """On it the policy ``hazard`` lost 6.2 % of all references where 0.5 % was promised."""
-    trace = adversary(200, 80, 4, 200, rounds=60)
-    assert slack(trace, 200, make_policy("safeguarded", policy=wrapped), 0.005) >= -1e-9
-    if wrapped == "gdsf":
-        assert slack(trace, 200, make_policy(wrapped), 0.005) < -1000
 
 
 POLICIES = [
@@ -108,66 +101,94 @@ def test_the_bound_holds_for_every_kind_of_policy(name, trace, capacity, budget)
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_bound_holds_against_requests_for_what_is_missing(name):
-    """The adversary sees the policy: it asks for a prompt that LRU holds and the pool does not."""
-    capacity, budget, size = 24, 0.02, 4
+    """The adversary sees the policy: it asks for a prompt that LRU holds and the pool does not.
+
+    First it fills the balance.  From there on it costs at most the capacity more.
+    """
+    capacity, budget, size = 24, 0.2, 4
     generator = np.random.default_rng(0)
     policy, lru = make_policy("safeguarded", policy=name, budget=budget), make_policy("lru")
     policy.start(capacity)
     lru.start(capacity)
     pools = {policy: {}, lru: {}}  # content to block
-    lead, references, most_missing, prompts = 0, 0, 0, []
-    for at in range(400):
+    lead, most, most_missing, prompts = 0, 0, 0, []
+    for at in range(-100, 400):
         missing = [p for p in prompts if p[-1] in pools[lru] and p[-1] not in pools[policy]]
         most_missing = max(most_missing, len(missing))
         if missing:
             path = missing[0]
-        elif at % 3:
+        elif prompts and (at < 0 or at % 3):
             path = prompts[generator.integers(len(prompts))]
         else:
             path = [f"{at}.{depth}" for depth in range(size)]
             prompts.append(path)
         ours, theirs = (serve(one, pools[one], path, capacity) for one in (policy, lru))
-        lead, references = lead + ours - theirs, references + size
-        assert lead + budget * references >= -1e-9
+        lead += ours - theirs + budget * size
+        most = max(most, lead)
+        assert lead >= max(0, most - capacity) - 1e-9
     assert most_missing or name == "gittins", "it was tempted"
 
 
-@pytest.mark.parametrize("design", ["vllm_v1", "nano_vllm"])
-@given(
-    prompts=st.lists(
-        st.integers(0, 2) | st.lists(st.integers(0, 2), min_size=1, max_size=6),
-        min_size=20,
-        max_size=80,
-    ),
-    wrapped=st.sampled_from(["gittins", "mru"]),
-)
-def test_in_a_manager_it_follows_what_lru_would_hold(design, prompts, wrapped):
-    """Requests overlap; their last blocks are unique.  A number: one of them ends."""
-    policy = make_policy("safeguarded", policy=wrapped, budget=0.5)
-    options = {"num_blocks": 26, "block_size": 1}
-    managers = [cache.make_manager(design, policy=one, **options) for one in ("lru", policy)]
-    running = []
-    for number, prompt in enumerate(prompts):
-        if isinstance(prompt, list):
-            tokens = [*prompt, 100 + number]  # the last block is computed again if it is known
-            running.append([cache.Sequence(number, tokens) for _ in managers])
-            for manager, seq in zip(managers, running[-1], strict=True):
-                manager.allocate(seq)
-                seq.append_token(number)
-                manager.append(seq)
-        if running and (isinstance(prompt, int) or len(running) == 3):
-            ended = running.pop(number % len(running))
-            for manager, seq in zip(managers, ended, strict=True):
-                manager.free(seq)
-        lru = managers[0].pool.block_hashes
-        assert set(policy._lru) == {key for key in lru if key is not None}
-        assert policy._missing == policy._lru.keys() - policy._with_key.keys()
-        managers[1].check_invariants()
-    for seqs in running:
-        managers[1].free(seqs[1])
-    if managers[1].can_reset:
-        assert managers[1].reset_prefix_cache()
-        assert not len(policy)
+@pytest.mark.parametrize("design", ["vllm_v1", "nano_vllm", "vllm_v0"])
+@pytest.mark.parametrize("wrapped", ["gittins", "mru"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_bound_holds_in_a_manager(design, wrapped, overlap):
+    """Half of the prompts are chosen for what LRU holds and the pool does not; they are chunked.
+
+    One at a time, outputs and last blocks repeat.  Where requests overlap they are unique.
+    """
+    draw, budget = random.Random(0), 0.02
+    for size, num_blocks in [(1, 4), (2, 5), (2, 8), (3, 12)] * 4:
+        policy, room = make_policy("safeguarded", policy=wrapped, budget=budget), num_blocks * size
+        options = {"num_blocks": num_blocks, "block_size": size}
+        managers = [cache.make_manager(design, policy=one, **options) for one in (policy, "lru")]
+        running, known = [], [[0]]
+        for number in range(50):
+            prompt, output = draw.choices((0, 1), k=1 + draw.randrange(room)), [0, 1] * size
+            if draw.random() < 0.5:
+                found = [[m.find(Sequence(-1, p)).num_tokens for m in managers] for p in known]
+                prompt = max(zip(found, known, strict=True), key=lambda it: it[0][1] - it[0][0])[1]
+            if overlap:
+                prompt, output = [*prompt[:-1], 2 + number], [2 + number] * size
+            whole = Sequence(number, (prompt + output[draw.randrange(2 * size) :])[:room])
+            known = [*known[-7:], whole.token_ids.tolist()]
+            while running and not (overlap and managers[0].can_allocate(whole) is AllocStatus.OK):
+                for manager, seq in running.pop(draw.randrange(len(running))):
+                    manager.free(seq)
+            step = draw.randint(1, len(prompt)) if managers[0].can_chunk else len(prompt)
+            running.append([(manager, Sequence(number, prompt)) for manager in managers])
+            for manager, seq in running[-1]:
+                hit = manager.find(seq)
+                manager.admit(seq, hit, min(hit.num_tokens + step, len(prompt)))
+                while seq.num_computed_tokens < len(prompt):
+                    manager.append(seq, min(seq.num_computed_tokens + step, len(prompt)))
+                for token in whole.token_ids[len(prompt) :]:
+                    seq.append_token(token)
+                    manager.append(seq)
+            assert policy._missing == policy._lru.keys() - policy._with_key.keys()
+            if design != "vllm_v0" or not overlap:
+                ours, lru = (manager.stats for manager in managers)
+                assert ours.hit_blocks >= lru.hit_blocks - budget * lru.queried_blocks - 1e-9
+                assert len(policy._missing) <= policy._balance + 1e-9
+                lru = managers[1].gpu.keys if design == "vllm_v0" else managers[1].pool.block_hashes
+                assert policy._lru.keys() >= {key for key in lru if isinstance(key, bytes)}
+        managers[0].check_invariants()
+
+
+def test_what_was_set_aside_first_goes_first():
+    policy, pool = make_policy("safeguarded", policy="mru", budget=0), {}
+    policy.start(4)
+    for leaf in "abc":
+        serve(policy, pool, ["root", leaf], 4)
+    policy.look_up("def")  # LRU keeps only the root; MRU gives up c, then the root with a and b
+    assert [policy.evict() for _ in "def"] == [pool[leaf] for leaf in "cab"]
+
+
+def test_an_owner_may_use_more_blocks_than_the_capacity():
+    policy = make_policy("safeguarded", policy="fifo")
+    policy.start(1)
+    for block in range(3):
+        policy.insert(block, block, None, 0)
 
 
 class Bare(EvictionPolicy):
@@ -195,14 +216,6 @@ class WrongVictim(Gittins):
         return super().evict() + 1000
 
 
-@pytest.mark.parametrize("wrapper", ["safeguarded", "queue_informed"])
-def test_a_wrong_victim_of_the_wrapped_policy_is_named(wrapper):
-    trace = trace_of([(at,) for at in (0, 1, 0, 1, 2, 3, 4)])
-    policy = make_policy(wrapper, policy=WrongVictim())
-    with pytest.raises(RuntimeError, match="policy 'WrongVictim'"):
-        cache.simulate(trace, policy=policy, capacity_blocks=2)
-
-
 class Forgetful(cache.policies.POLICIES["fifo"]):
     """Gives up the same block again and again."""
 
@@ -211,7 +224,9 @@ class Forgetful(cache.policies.POLICIES["fifo"]):
 
 
 @pytest.mark.parametrize("wrapper", ["safeguarded", "queue_informed"])
-def test_a_policy_that_gives_up_a_block_twice_is_named(wrapper):
-    policy = make_policy(wrapper, policy=Forgetful())
-    with pytest.raises(RuntimeError, match=r"'Forgetful': .* gave 0, not a released"):
-        cache.simulate(trace_of([(at,) for at in range(4)]), policy=policy, capacity_blocks=2)
+@pytest.mark.parametrize(("wrapped", "victim"), [(WrongVictim, r"\d+"), (Forgetful, "0")])
+def test_a_wrong_victim_of_the_wrapped_policy_is_named(wrapper, wrapped, victim):
+    policy, trace = make_policy(wrapper, policy=wrapped()), trace_of([(at,) for at in range(5)])
+    message = f"policy '{wrapped.__name__}': .* gave {victim}, not a released"
+    with pytest.raises(RuntimeError, match=message):
+        cache.simulate(trace, policy=policy, capacity_blocks=2)
