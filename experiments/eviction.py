@@ -2,7 +2,7 @@
 
 A request trace is replayed serially (``cache.simulate``) through pools of 0.02 to 50 % of its
 unique blocks.  Belady's policy, which knows the future, bounds every policy from above at each
-capacity; a cache that never evicts bounds them all; ``cache.replay.bounds`` has what can be known.
+capacity; a cache that never evicts bounds them all.
 Publications of KV cache traces have this figure, e.g. Mooncake (FAST 2025) and "KVCache Cache in
 the Wild" (USENIX ATC 2025).
 """
@@ -49,21 +49,15 @@ class OwnPolicy:
         return f"{self.file.name}:{self.name}"
 
 
-BOUND = "fluid"
-"""Accepted in place of a policy: ``cache.replay.bounds.fluid_hits`` (slow to import)."""
-
 Policy = Annotated[str, Needs("a policy", lambda name: cache.make_policy(name) is not None)]
-PolicyOrBound = Annotated[
-    str, Needs("a policy", lambda name: name == BOUND or cache.make_policy(name) is not None)
-]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eviction(OnTraces):
     """The grid: traces x policies x capacities."""
 
-    policy: Repeated[Axis[PolicyOrBound]] = ()
-    """A policy by name, your own as file.py:Class, or a bound. None: every one there is."""
+    policy: Repeated[Axis[Policy]] = ()
+    """A policy by name, or your own as file.py:Class. None: every one there is."""
     capacity_percent: Axis[Percent] = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
     """Blocks of the pool, in percent of the unique blocks of the trace."""
     num_requests: Count | None = None
@@ -76,7 +70,7 @@ class Eviction(OnTraces):
 
 def cells(options: Eviction) -> Iterator[Eviction]:
     """Policies, and "infinite" in the place of one."""
-    policies = map(named_policy, options.policy or [*cache.POLICIES, BOUND])
+    policies = map(named_policy, options.policy or cache.POLICIES)
     traces = [*options.sources(options.num_requests)]
     same = {"trace": traces, "num_requests": None}
     yield from grid(options, policy=policies, **same)
@@ -115,11 +109,6 @@ def run_cell(cell: Eviction) -> list[dict[str, Any]]:
         "capacity_fraction": cell.capacity_percent / 100,
         "capacity_blocks": capacity,
     }
-    if cell.policy == BOUND:
-        from cache.replay.bounds import fluid_hits
-
-        hits = fluid_hits(trace, capacity)
-        return [{**row, "block_hit_rate": hits / trace.num_block_references}]
     result = cache.simulate(trace, policy=policy_spec(cell.policy), capacity_blocks=capacity)
     assert result.block_hit_rate <= trace.infinite_cache_hit_rate, "more than can hit"
     cut = trace.num_requests * 2 // 3
@@ -164,11 +153,11 @@ def _draw(rows: style.DataFrame) -> style.Figure:
         rates = by_policy(of_trace, "capacity_fraction")
         others = [p for p in rates if is_online(p) and p not in (OURS, "gittins", "lru")]
         best = rates[others].mean().idxmax() if others else None
-        own = [policy for policy in rates if policy not in cache.POLICIES and policy != BOUND]
+        own = [policy for policy in rates if policy not in cache.POLICIES]
         for rate in of_trace[of_trace["policy"] == "infinite"]["block_hit_rate"]:
             above.axhline(100 * rate, **looks["infinite"])
         percent = 100 * rates.index
-        for policy in filter(rates.__contains__, [BOUND, "belady", OURS, *own, "lru"]):
+        for policy in filter(rates.__contains__, ["belady", OURS, *own, "lru"]):
             above.plot(percent, 100 * rates[policy], **looks[policy], zorder=3)
         title = _title(of_trace.iloc[0])
         if best:
@@ -203,11 +192,8 @@ def _draw(rows: style.DataFrame) -> style.Figure:
 def by_policy(
     rows: style.DataFrame, index: str | list[str], value: str = "block_hit_rate"
 ) -> style.DataFrame:
-    """Hit rates, a column per policy.  No bound is above the optimum."""
-    rates = _bounded(rows).pivot(index=index, columns="policy", values=value)
-    if {BOUND, "belady"} <= set(rates):
-        rates[BOUND] = rates[[BOUND, "belady"]].min(axis=1, skipna=False)
-    return rates
+    """Hit rates, a column per policy."""
+    return _bounded(rows).pivot(index=index, columns="policy", values=value)
 
 
 def _closed(rates: style.DataFrame) -> style.DataFrame:

@@ -66,7 +66,6 @@ _POLICIES = {
     "infinite": ("infinite cache", {**line(GREY, "", "dotted"), "linewidth": 1.0}),
     "belady": ("Belady (optimum)", line(BLACK, "", "dashed")),
     "reuse_oracle": ("LRU knowing what returns", line(BLACK, "", "dashdot")),
-    "fluid": ("fluid relaxation", line(GREY, "")),
     "safeguarded": ("gittins, safeguarded (ours)", line(RED, ">")),
     "gittins": ("gittins (ours)", line(RED, ">", "dashed")),
     "lru": ("LRU", line(BLUE, "o")),

@@ -14,7 +14,7 @@ from experiments.load import workloads
 _REPOSITORY = Path(__file__).parents[1]
 _POOLS = (1.0, 5.0, 10.0)
 """Pool sizes, in percent of the unique blocks of the trace."""
-_KNOW_THE_FUTURE = ["belady", "fluid", "infinite", "reuse_oracle"]
+_KNOW_THE_FUTURE = ["belady", "infinite", "reuse_oracle"]
 _MOST_IN_PYTHON = 1_000_000
 """Block references of the longest trace that a policy in Python replays (some 5 us each)."""
 _RED, _PLAIN = "\033[31m", "\033[0m"

@@ -31,7 +31,7 @@ _FOLDER = Path(__file__).parent
 _COMMITTED = _FOLDER.parents[1] / "results"
 _AGREES = 0.1
 """Relative difference up to which a number agrees with the published one."""
-_BOUNDS = ["infinite", "fluid", "belady", "reuse_oracle"]
+_BOUNDS = ["infinite", "belady", "reuse_oracle"]
 _SHOWN = ["infinite", "belady", eviction.OURS, "lru"]
 _NUM_BEST = 4
 """Number of other policies whose curves are on at first: those with the best mean hit rates."""

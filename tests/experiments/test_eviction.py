@@ -110,7 +110,7 @@ def test_bounds_ours_lru_and_own_policies_have_curves_the_best_other_too_the_res
     drawn, tmp_path
 ):
     rates = {policy: 0.3 + place / 1000 for place, policy in enumerate(cache.POLICIES)}
-    rates |= {"belady": 0.9, "lru": 0.5, "sieve": 0.6, "mru": 0.1, "my.py:Own": 0.55, "fluid": 0.95}
+    rates |= {"belady": 0.9, "lru": 0.5, "sieve": 0.6, "mru": 0.1, "my.py:Own": 0.55}
     rows = pd.DataFrame(
         {
             "trace": "t", "block_size": 16, "unique_blocks": 9, "policy": policy,
@@ -126,7 +126,7 @@ def test_bounds_ours_lru_and_own_policies_have_curves_the_best_other_too_the_res
     shown = {line.get_label(): line.get_ydata()[0] for line in above.lines}
     assert shown == pytest.approx(
         {
-            "Belady (optimum)": 90, "fluid relaxation": 90, "my.py:Own": 55, "LRU": 50,
+            "Belady (optimum)": 90, "my.py:Own": 55, "LRU": 50,
             "best of the others": 60, "gittins, safeguarded (ours)": 100 * rates["safeguarded"],
         }
     )  # fmt: skip

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import cache
-from cache.replay.bounds import fluid_hits
 
 ROOT = Path(__file__).parents[3]
 POOLS = {True: ("mooncake_conversation_512", 0.01), False: ("ragpulse_16_first_1500", 0.001)}
@@ -33,9 +32,6 @@ def load(name: str) -> cache.Trace:
 @pytest.mark.parametrize("row", committed(), ids=lambda row: row["policy"])
 def test_hit_rate(row):
     trace, policy, capacity = load(row["trace"]), row["policy"], int(row["capacity_blocks"])
-    if policy == "fluid":
-        hits = fluid_hits(trace, capacity)
-    else:
-        hits = cache.simulate(trace, policy=policy, capacity_blocks=capacity).hit_blocks
+    hits = cache.simulate(trace, policy=policy, capacity_blocks=capacity).hit_blocks
     rate = hits / trace.num_block_references
     assert rate == pytest.approx(float(row["block_hit_rate"]), rel=1e-9)
