@@ -68,7 +68,7 @@ class EvictionServing(OnSlices):
     """Memory for K/V."""
     host_gib: Axis[Positive] = (512.0,)
     """Host memory of the tier; 0 in cells without one."""
-    num_requests: Count = 2_000
+    num_requests: Count = 1_000
     load: Positive = 0.5
     """Prompt tokens, cached or not, that arrive on average while one can be computed."""
     host_ms: Natural = 1

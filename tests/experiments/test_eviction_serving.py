@@ -81,7 +81,7 @@ def test_the_grid(trace):
     traces = [cell.trace for cell in default][:: 2 * 2 + 1 + 1]
     assert [trace.file.path for trace in traces[::5]] == [*REAL_TRACES]
     places = [(trace.first, trace.num_requests) for trace in traces[5:10]]
-    assert places == [(2406 * number, 2000) for number in range(5)], "apart"
+    assert places == [(2406 * number, 1000) for number in range(5)], "apart"
 
 
 def test_a_preempted_request_counts_once(tmp_path):
