@@ -45,7 +45,7 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
         self._balance = 0.0
         self._missing: set[Hashable] = set()
         self._lru: OrderedDict[Hashable, None] = OrderedDict()
-        self._awaited: set[Hashable] = set()  # asked for by the last request, not inserted yet
+        self._awaited: set[Hashable] = set()  # LRU holds or gets it; here it is to be inserted
 
     def look_up(self, keys: Sequence[Hashable]) -> None:
         super().look_up(keys)
@@ -54,6 +54,11 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
         self._balance = min(self._balance, self._capacity)
         self._awaited = set(keys) - self._with_key.keys()
         self._use(keys)
+
+    def miss(self, key: Hashable) -> None:
+        super().miss(key)
+        if key in self._lru:
+            self._awaited.add(key)
 
     def _use(self, keys: Sequence[Hashable]) -> None:
         """LRU uses ``keys``, and this pool holds them or is about to."""
@@ -126,7 +131,7 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
             self._leaves.remove(node)
 
     def _take(self) -> Node | None:
-        # LRU takes a block as well and has as many without content, which will get what is awaited.
+        # LRU takes a block, too; as many as here are without content or hold what is awaited.
         self._shrink(len(self._nodes) + len(self._awaited) - 1)
         may_lose = len(self._missing) + 1 <= self._balance
         # Where blocks in use are copies of each other, ``policy`` may have no other block.

@@ -138,7 +138,7 @@ def test_the_bound_holds_in_a_manager(design, wrapped, overlap):
     One at a time, outputs and last blocks repeat.  Where requests overlap they are unique.
     """
     draw, budget = random.Random(0), 0.02
-    for size, num_blocks in [(1, 4), (2, 5), (2, 8), (3, 12)] * 4:
+    for size, num_blocks in [(1, 9), (2, 5), (2, 8), (3, 12)] * 4:
         policy, room = make_policy("safeguarded", policy=wrapped, budget=budget), num_blocks * size
         options = {"num_blocks": num_blocks, "block_size": size}
         managers = [cache.make_manager(design, policy=one, **options) for one in (policy, "lru")]
@@ -148,6 +148,7 @@ def test_the_bound_holds_in_a_manager(design, wrapped, overlap):
             if draw.random() < 0.5:
                 found = [[m.find(Sequence(-1, p)).num_tokens for m in managers] for p in known]
                 prompt = max(zip(found, known, strict=True), key=lambda it: it[0][1] - it[0][0])[1]
+                prompt = prompt[: draw.randint(1, room)]
             if overlap:
                 prompt, output = [*prompt[:-1], 2 + number], [2 + number] * size
             whole = Sequence(number, (prompt + output[draw.randrange(2 * size) :])[:room])
