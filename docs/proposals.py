@@ -12,6 +12,7 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.eviction import LAST, by_policy
+from experiments.queue_informed import closed
 
 PAGE = Path(__file__).with_suffix(".md")
 _RESULTS = PAGE.parents[1] / "results"
@@ -66,16 +67,23 @@ def page() -> str:
 
 def _queue() -> str:
     rows, commit = _results("queue_informed")
-    first = rows.iloc[0]
-    percent = 100 * first["capacity_fraction"]
-    text = _TEXTS["queue"].format(requests=first["requests"], percent=percent, commit=commit)
+    percent, slices = 100 * rows["capacity_fraction"].iloc[0], rows["slice"].groupby(rows["trace"])
+    sizes = {"slices": slices.nunique().max(), "requests": rows["requests"].max()}
+    text = _TEXTS["queue"].format(percent=percent, commit=commit, **sizes)
     columns = ["lru", "lru, queue", "gittins", "gittins, queue", "lru, all"]
+    shares = 100 * closed(rows)
     for (trace, load), cells in rows.groupby(["trace", "load"], sort=False):
-        cells = cells.set_index("policy")
-        rates = [f"{100 * cells.loc[policy, 'block_hit_rate']:.1f}" for policy in columns]
-        lru = cells.loc["lru"]
-        computed = f"{load * (1 - lru['block_hit_rate']):.2f}"
-        text += _row([trace, f"{load:g}", computed, f"{lru['mean_waiting']:.1f}", *rates])
+        rates = 100 * cells.groupby("policy")["block_hit_rate"].mean()
+        share = shares.xs((trace, load), level=("trace", "load")).dropna()
+        gaps = [f"{s.mean():.0f} ({s.min():.0f} to {s.max():.0f})" for _, s in share.items()]
+        gaps = dict(zip(share, gaps, strict=True)) if len(share) else {}
+        waiting = cells[cells["policy"] == "lru"]["mean_waiting"]
+        text += _row(
+            [trace, f"{load:g}", f"{load * (1 - rates['lru'] / 100):.2f}"]
+            + [f"{waiting.mean():.1f} ({waiting.min():.1f} to {waiting.max():.1f})"]
+            + [f"{rates[policy]:.1f}" for policy in columns]
+            + [gaps.get(policy, "") for policy in columns[1:3]]
+        )
     return text
 
 

@@ -111,7 +111,7 @@ def closed(rows: style.DataFrame) -> style.DataFrame:
 def _draw(rows: style.DataFrame) -> style.Figure:
     """Gap closed against load, and the waiting line under LRU, per trace that has a gap; means over
     the slices, with bars over all of them."""
-    shares = (100 * closed(rows)).stack().rename("share").reset_index()
+    shares = (100 * closed(rows)).stack().dropna().rename("share").reset_index()
     panels = list(rows.groupby(["trace", "capacity_fraction"], sort=False))
     panels = [one for one in panels if one[0][0] in set(shares["trace"])] or panels
     figure, axes, spare = style.panel_grid(2 * len(panels), height=1.75, columns=len(panels))
