@@ -99,10 +99,7 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
             self._use([key])
 
     def _content(self, block: int) -> Hashable:
-        """The key of ``block``, which is in use; of a copy, (content, block), the content's own.
-
-        The copy takes the place of a released block, which is set aside as the copy.
-        """
+        """The key of ``block``, in use.  A copy, (content, block), swaps with a released original."""
         node = self._nodes[block]
         other = self._with_key.get(node.key[0]) if type(node.key) is tuple else None
         if not other or not other.released:
@@ -111,10 +108,9 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
         if not other.memo:
             self.policy.remove(other.block)
         node.block, other.block = other.block, block
-        node.memo, other.memo = "aside", None
+        node.memo, other.memo, node.released = "aside", None, True
         self._nodes |= {node.block: node, block: other}
         self._released[node.block] = None
-        node.released = True
         self._offer(node)
         return other.key
 

@@ -101,20 +101,16 @@ def test_the_bound_holds_for_every_kind_of_policy(name, trace, capacity, budget)
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_bound_holds_against_requests_for_what_is_missing(name):
-    """The adversary sees the policy: it asks for a prompt that LRU holds and the pool does not.
-
-    First it fills the balance.  From there on it costs at most the capacity more.
-    """
+    """After the balance is filled; that can cost the capacity.  The adversary sees the policy."""
     capacity, budget, size = 24, 0.2, 4
     generator = np.random.default_rng(0)
     policy, lru = make_policy("safeguarded", policy=name, budget=budget), make_policy("lru")
     policy.start(capacity)
     lru.start(capacity)
     pools = {policy: {}, lru: {}}  # content to block
-    lead, most, most_missing, prompts = 0, 0, 0, []
+    lead, most, prompts = 0, 0, []
     for at in range(-100, 400):
         missing = [p for p in prompts if p[-1] in pools[lru] and p[-1] not in pools[policy]]
-        most_missing = max(most_missing, len(missing))
         if missing:
             path = missing[0]
         elif prompts and (at < 0 or at % 3):
@@ -126,7 +122,6 @@ def test_the_bound_holds_against_requests_for_what_is_missing(name):
         lead += ours - theirs + budget * size
         most = max(most, lead)
         assert lead >= max(0, most - capacity) - 1e-9
-    assert most_missing or name == "gittins", "it was tempted"
 
 
 @pytest.mark.parametrize("design", ["vllm_v1", "nano_vllm", "vllm_v0"])
@@ -139,12 +134,12 @@ def test_the_bound_holds_in_a_manager(design, wrapped, overlap):
     """
     draw, budget = random.Random(0), 0.02
     for size, num_blocks in [(1, 9), (2, 5), (2, 8), (3, 12)] * 4:
-        policy, room = make_policy("safeguarded", policy=wrapped, budget=budget), num_blocks * size
+        policy = make_policy("safeguarded", policy=wrapped, budget=budget)
         options = {"num_blocks": num_blocks, "block_size": size}
         managers = [cache.make_manager(design, policy=one, **options) for one in (policy, "lru")]
-        running, known = [], [[0]]
+        running, known, room = [], [[0]], num_blocks * size
         for number in range(50):
-            prompt, output = draw.choices((0, 1), k=1 + draw.randrange(room)), [0, 1] * size
+            prompt, output = draw.choices((0, 1), k=draw.randint(1, room)), [0, 1] * size
             if draw.random() < 0.5:
                 found = [[m.find(Sequence(-1, p)).num_tokens for m in managers] for p in known]
                 prompt = max(zip(found, known, strict=True), key=lambda it: it[0][1] - it[0][0])[1]
@@ -167,12 +162,13 @@ def test_the_bound_holds_in_a_manager(design, wrapped, overlap):
                     seq.append_token(token)
                     manager.append(seq)
             assert policy._missing == policy._lru.keys() - policy._with_key.keys()
-            if design != "vllm_v0" or not overlap:
-                ours, lru = (manager.stats for manager in managers)
-                assert ours.hit_blocks >= lru.hit_blocks - budget * lru.queried_blocks - 1e-9
-                assert len(policy._missing) <= policy._balance + 1e-9
-                lru = managers[1].gpu.keys if design == "vllm_v0" else managers[1].pool.block_hashes
-                assert policy._lru.keys() >= {key for key in lru if isinstance(key, bytes)}
+            ours, lru = managers
+            if design == "vllm_v0" and overlap:
+                continue
+            lead = ours.stats.hit_blocks - lru.stats.hit_blocks
+            assert lead >= len(policy._missing) - budget * lru.stats.queried_blocks - 1e-9
+            held = lru.gpu.keys if design == "vllm_v0" else lru.pool.block_hashes
+            assert policy._lru.keys() >= {key for key in held if isinstance(key, bytes)}
         managers[0].check_invariants()
 
 
@@ -183,12 +179,7 @@ def test_what_was_set_aside_first_goes_first():
         serve(policy, pool, ["root", leaf], 4)
     policy.look_up("def")  # LRU keeps only the root; MRU gives up c, then the root with a and b
     assert [policy.evict() for _ in "def"] == [pool[leaf] for leaf in "cab"]
-
-
-def test_an_owner_may_use_more_blocks_than_the_capacity():
-    policy = make_policy("safeguarded", policy="fifo")
-    policy.start(1)
-    for block in range(3):
+    for block in range(4, 9):  # an owner may use more blocks than the capacity
         policy.insert(block, block, None, 0)
 
 
