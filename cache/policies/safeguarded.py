@@ -58,6 +58,7 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
     def miss(self, key: Hashable) -> None:
         super().miss(key)
         if key in self._lru:
+            self._lru.move_to_end(key)
             self._awaited.add(key)
 
     def _use(self, keys: Sequence[Hashable]) -> None:
@@ -99,7 +100,7 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
             self._use([key])
 
     def _content(self, block: int) -> Hashable:
-        """The key of ``block``, in use.  A copy, (content, block), swaps with a released original."""
+        """The key of ``block``, in use.  A copy, (content, block), swaps with a released block."""
         node = self._nodes[block]
         other = self._with_key.get(node.key[0]) if type(node.key) is tuple else None
         if not other or not other.released:
