@@ -136,8 +136,8 @@ def run_cell(cell: EvictionServing) -> list[dict[str, Any]]:
         "unique_gib": trace.num_unique_blocks * block_bytes / 2**30,
         "gaps_scaled_by": scale,
         "block_hit_rate": stats.block_hit_rate,
-        "host_block_hit_rate": loaded / stats.queried_blocks,
-        "most_block_hit_rate": most / stats.queried_blocks,
+        "host_block_hit_rate": loaded / max(1, stats.queried_blocks),
+        "most_block_hit_rate": most / max(1, stats.queried_blocks),
         "passed": stats.hit_blocks + loaded <= most,
         "resumed_block_hit_rate": stats.resumed_hit_blocks / max(1, stats.resumed_queried_blocks),
         "evictions": stats.evicted_blocks,
@@ -180,7 +180,8 @@ class TieredClock:
             if skipped < count:
                 computed.sequences.append(seq)
                 computed.counts.append(count - skipped)
-        self.loaded_blocks += sum(n for seq, n in loaded.items() if not seq.num_preemptions)
+        first = (seq for seq in loaded if not seq.request.stats.num_preemptions)
+        self.loaded_blocks += sum(map(loaded.get, first))
         return self._clock.duration(computed) + sum(loaded.values()) * self._block_seconds
 
     def _admit(self, seq: ScheduledSequence) -> int:
@@ -203,7 +204,7 @@ def _clock(host_ms: int) -> GpuClock:
 
 @functools.lru_cache(maxsize=1)
 def _served(source: Source) -> cache.Trace:
-    """The requests that the clock's tables allow."""
+    """The requests that the model's maximum allows."""
     trace = workloads.load(source)
     short = trace.input_lengths + trace.output_lengths <= _MOST_TOKENS
     return trace if short.all() else trace.take(np.flatnonzero(short))

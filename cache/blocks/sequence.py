@@ -43,7 +43,6 @@ class Sequence:
         num_cached_tokens: leading tokens whose K/V were found when the sequence was allocated.
         num_computed_tokens: leading tokens that have a slot: computed, or being computed by the
             scheduled step.
-        num_preemptions: how often its blocks were taken back before its end.
         table_version: rises whenever the block table may have changed, so that data derived from
             the table can be kept until then.
         hints: ``calls_tool`` and ``ends_session`` of the policies' ``Request``, as far as its owner
@@ -52,7 +51,7 @@ class Sequence:
         hash_chains: digests of the full blocks by (algorithm, block size), maintained by
             :class:`cache.blocks.hashing.BlockHasher`.
 
-    Only the manager writes the last five counters, so a sequence belongs to one manager at a time.
+    Only the manager writes the last four counters, so a sequence belongs to one manager at a time.
     Raises ValueError, with the argument's name, for bad values.
     """
 
@@ -73,7 +72,6 @@ class Sequence:
         self.num_unknown_tokens = 0
         self.num_cached_tokens = 0
         self.num_computed_tokens = 0
-        self.num_preemptions = 0
         self.table_version = 0
         self.hints: tuple[float, ...] = ()
         self.lora_name = check_key("lora_name", lora_name, str | int | None)
@@ -107,7 +105,7 @@ class Sequence:
         child.seq_id = seq_id
         child.token_ids = self.token_ids[:]
         child.hash_chains = {name: chain[:] for name, chain in self.hash_chains.items()}
-        child.num_cached_tokens = child.num_computed_tokens = child.num_preemptions = 0
+        child.num_cached_tokens = child.num_computed_tokens = 0
         return child
 
     def extra_keys(self, start: int, end: int) -> list[ExtraKey]:

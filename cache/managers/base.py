@@ -188,6 +188,7 @@ class CacheManager(abc.ABC):
         self.block_size = at_least(1, "block_size", block_size)
         self.enable_prefix_caching = true_or_false("enable_prefix_caching", enable_prefix_caching)
         self._tables: dict[Hashable, Table] = {}
+        self._preempted: set[Hashable] = set()  # ids of sequences that are to resume
         self._counts = dict.fromkeys(CacheStats.__dataclass_fields__, 0)
         self._version = 0  # rises when hits become stale
 
@@ -256,7 +257,8 @@ class CacheManager(abc.ABC):
         copies = self._begin(table, hit, end)
         self._tables[seq.seq_id] = table
         self._version += 1
-        counts, kind = self._counts, "resumed_" if seq.num_preemptions else ""
+        counts, kind = self._counts, "resumed_" if seq.seq_id in self._preempted else ""
+        self._preempted.discard(seq.seq_id)
         counts["num_resumptions" if kind else "num_allocations"] += 1
         counts[f"{kind}queried_tokens"] += len(seq.token_ids)
         counts[f"{kind}queried_blocks"] += len(seq.token_ids) // self.block_size
@@ -289,7 +291,6 @@ class CacheManager(abc.ABC):
             )
         if table.seq is not seq:  # another object with the same id
             seq.num_cached_tokens, seq.num_computed_tokens = table.seq.num_cached_tokens, start
-            seq.num_preemptions = table.seq.num_preemptions
             seq.table_version += 1
             table.seq = seq
         copies: Copies = []
@@ -369,18 +370,18 @@ class CacheManager(abc.ABC):
     def free(self, seq: Sequence, is_finished: bool = True) -> None:
         """Take back the blocks of ``seq``, which is finished or, if not, preempted.
 
-        Sets its counters to 0, but counts preemptions until it is finished.
+        Sets its counters to 0.
         """
         table = self._table_of(seq)
         hints = table.seq.hints if is_finished else ()
         self._notify_policy(table.seq, table.seq.num_tokens - table.seq.num_prompt_tokens, hints)
         self._release(table)
         del self._tables[seq.seq_id]
+        if not is_finished:
+            self._preempted.add(seq.seq_id)
         self._version += 1
-        num_preemptions = 0 if is_finished else table.seq.num_preemptions + 1
         for freed in {table.seq, seq}:
             freed.num_cached_tokens = freed.num_computed_tokens = 0
-            freed.num_preemptions = num_preemptions
             freed.table_version += 1
 
     def block_table(self, seq: Sequence) -> list[int]:

@@ -263,7 +263,7 @@ def main(arguments: list[str] | None = None) -> int:
             _end(child, _AT_ONCE)
     _summarise(options)  # also if no stage had the time to start
     print((folder / "summary.md").read_text())
-    return int(any(statuses))
+    return int(any(statuses) or not statuses)
 
 
 def _capability() -> tuple[int, int] | None:

@@ -112,7 +112,7 @@ class OnTraces(Options):
             if str(path) in cache.WORKLOADS:
                 yield Workload(str(path), self.seed, num_requests)
                 continue
-            if not (cache.load_trace(path).has_blocks or lengths_suffice):
+            if not (_whole(path).has_blocks or lengths_suffice):
                 raise ValueError(f"{path} has lengths only: a replay needs block ids")
             yield TraceFile(InputFile.of(path), num_requests)
         if not self.trace:
@@ -129,7 +129,7 @@ class OnSlices(OnTraces):
 
     slices: Count = 5
     """Slices of each trace, or seeds of a synthetic workload."""
-    num_requests: Count = 3_000
+    num_requests: Count
     """Requests of a slice; fewer where the slices of a file would overlap."""
 
     @property
@@ -143,7 +143,9 @@ class OnSlices(OnTraces):
                 if isinstance(source, Workload):
                     yield dataclasses.replace(source, seed=source.seed + number)
                     continue
-                apart = max(1, len(_whole(source.file.path)) // self.slices)
+                apart = len(_whole(source.file.path)) // self.slices
+                if not apart:
+                    raise ValueError(f"--slices {self.slices}: {source.name} has fewer requests")
                 count = min(self.num_requests, apart)
                 yield dataclasses.replace(source, first=number * apart, num_requests=count)
 

@@ -35,6 +35,7 @@ def test_hits_save_time_and_the_bounds_are_bounds(trace):
     assert none["block_hit_rate"] == 0 == infinite["evictions"]
     assert 0 < few["block_hit_rate"] < many["block_hit_rate"] <= infinite["block_hit_rate"]
     assert infinite["block_hit_rate"] == cache.load_trace(trace).infinite_cache_hit_rate
+    assert infinite["block_hit_rate"] == infinite["most_block_hit_rate"]
     assert infinite["ttft_mean_s"] <= many["ttft_mean_s"] < few["ttft_mean_s"]
     assert few["ttft_mean_s"] < none["ttft_mean_s"]
     assert few["evictions"] > 0
@@ -58,7 +59,7 @@ def test_arrivals_offer_the_load(trace):
     assert half["ttft_mean_s"] < whole["ttft_mean_s"]
 
 
-def test_requests_beyond_the_tables_of_the_clock_are_left_out(tmp_path):
+def test_requests_beyond_the_maximum_of_the_model_are_left_out(tmp_path):
     path = tmp_path / "long.jsonl"
     lengths = (512, 131_063, 131_062, 1024)
     blocks = [[1000 * i + j for j in range(-(-n // 512))] for i, n in enumerate(lengths)]
@@ -90,6 +91,8 @@ def test_a_preempted_request_counts_once(tmp_path):
     trace = Trace.from_requests(requests, name="t", block_size=16)
     cache.save_trace(trace, tmp_path / "t.jsonl")
     rows = rows_of(tmp_path / "t.jsonl", policy=("lru",), pool_gib=(0.75,), load=8.0)
+    with pytest.raises(ValueError, match="--slices 61: t"):
+        rows_of(tmp_path / "t.jsonl", slices=61)
     for tier in (0.75, 16.0):
         row = rows["lru", tier]
         assert row["preemptions"] > 0 < row["resumed_block_hit_rate"]

@@ -103,6 +103,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.manager = self.make_manager(data, num_blocks, block_size)
         self.live: dict[int, Live] = {}
         self.waiting: list[Sequence] = []  # preempted
+        self.preempted: set[int] = set()  # ids of those that have not resumed
         self.slots: dict[tuple[int, int], tuple] = {}
         self.history: list[list[int]] = [[]]
         self.next_id = 0
@@ -218,7 +219,8 @@ class ManagerMachine(RuleBasedStateMachine):
         assert expected is None or num_cached == expected
         assert num_cached < seq.num_tokens, "no token is left to compute"
         assert seq.num_cached_tokens == num_cached
-        kind = "resumed_" if seq.num_preemptions else ""
+        kind = "resumed_" if seq.seq_id in self.preempted else ""
+        self.preempted.discard(seq.seq_id)
         self.counted["num_resumptions" if kind else "num_allocations"] += 1
         self.counted[f"{kind}queried_tokens"] += seq.num_tokens
         self.counted[f"{kind}queried_blocks"] += seq.num_tokens // self.block_size
@@ -291,14 +293,13 @@ class ManagerMachine(RuleBasedStateMachine):
         live = self.pick(data)
         seq = live.seq
         del self.live[seq.seq_id]
-        num_preemptions = 0 if is_finished else seq.num_preemptions + 1
         self.manager.free(seq, is_finished)
         assert (seq.num_cached_tokens, seq.num_computed_tokens) == (0, 0)
-        assert seq.num_preemptions == num_preemptions
         if is_finished:
             self.history.append(list(seq.token_ids))
         else:
             self.waiting.append(seq)
+            self.preempted.add(seq.seq_id)
         self.observe_free(live)
 
     @rule()
