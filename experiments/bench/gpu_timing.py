@@ -135,7 +135,7 @@ def device_bandwidths() -> dict[str, float]:
 
     Each alone is no bound: on an H100 a copy is slower than kernels that read and write.
     """
-    x = torch.zeros(_COPIED_BYTES // 4, device="cuda").normal_()
+    x = torch.empty(_COPIED_BYTES // 4, device="cuda").normal_()
     y = torch.empty_like(x)
     works = {"read": x.sum, "copy": lambda: y.copy_(x), "update": lambda: y.add_(1)}
     return {

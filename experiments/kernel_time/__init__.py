@@ -9,7 +9,8 @@ the H200, GB200 and RTX PRO 6000, and was never fitted to them. Their rows are n
 too, so they are not held out for a later change. Rows are those above 20 microseconds. A roofline
 (bytes at the data sheet's bandwidth or operations at its peak, and 5 microseconds) stands beside
 it. ``misses.csv`` has what is above its bar. ``bandwidth_least`` and ``bandwidth_most`` are shares
-of the bandwidth that fit as well as the fitted one: the B200's is not identified.
+of the bandwidth that, with the other constants fixed, fit as well as the fitted one: the B200's is
+not identified.
 
 Our decode and prefill are then put on the model, even batches and skewed ones, beside measured
 times of other kernels for the same shape. This project measured none of them.

@@ -156,6 +156,8 @@ def _error(rows: style.DataFrame, host_ms: float) -> float:
 
 def _hosts(rows: style.DataFrame) -> style.DataFrame:
     """The host time of each engine, and its cases' errors without it and with it."""
+    import pandas as pd
+
     table = []
     for engine, some in rows[rows["half"] != "given"].groupby("engine", sort=False):
         chosen, judged = (some[some["half"] == half] for half in ("chosen", "judged"))
@@ -163,7 +165,7 @@ def _hosts(rows: style.DataFrame) -> style.DataFrame:
         for name, ms in (("error", 0), ("error_with_host", row["host_ms"])):
             row |= {f"chosen_{name}": _error(chosen, ms), f"judged_{name}": _error(judged, ms)}
         table.append(row)
-    return type(rows)(table)
+    return pd.DataFrame(table)
 
 
 EXPERIMENT = Experiment(
