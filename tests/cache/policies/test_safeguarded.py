@@ -173,14 +173,15 @@ def test_the_bound_holds_in_a_manager(design, wrapped, overlap):
 
 
 def test_what_was_set_aside_first_goes_first():
-    policy, pool = make_policy("safeguarded", policy="mru", budget=0), {}
-    policy.start(4)
-    for leaf in "abc":
-        serve(policy, pool, ["root", leaf], 4)
-    policy.look_up("def")  # LRU keeps only the root; MRU gives up c, then the root with a and b
-    assert [policy.evict() for _ in "def"] == [pool[leaf] for leaf in "cab"]
-    for block in range(4, 9):  # an owner may use more blocks than the capacity
-        policy.insert(block, block, None, 0)
+    policy = make_policy("safeguarded", policy="mru", budget=0)
+    for pool in ({}, {}):  # a start forgets all
+        policy.start(4)
+        for leaf in "abc":
+            serve(policy, pool, ["root", leaf], 4)
+        policy.look_up("def")  # LRU keeps only the root; MRU gives up c, then the root with a and b
+        assert [policy.evict() for _ in "def"] == [pool[leaf] for leaf in "cab"]
+        for block in range(4, 9):  # an owner may use more blocks than the capacity
+            policy.insert(block, block, None, 0)
 
 
 class Bare(EvictionPolicy):
