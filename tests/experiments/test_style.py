@@ -8,7 +8,6 @@ import pytest
 
 import cache
 from experiments import style
-from experiments.eviction import BOUND
 
 
 def draw(folder):
@@ -49,7 +48,7 @@ def test_the_legend_stays_inside_the_figure(panels):
     "lines",
     [
         # There are three looks for users' policies: a built-in one without its own has one of them.
-        style.policy_lines([*cache.POLICIES, BOUND, "infinite", *(f"mine.py:{c}" for c in "ABC")]),
+        style.policy_lines([*cache.POLICIES, "infinite", *(f"mine.py:{c}" for c in "ABC")]),
         style.lines_of("abcdefgh"),
     ],
     ids=["policies", "in turn"],
