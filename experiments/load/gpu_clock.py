@@ -17,7 +17,7 @@ rest is modelled:
   is, with as many pairs of query and key.  Several are combined like decoding sequences.
 * Decoding contexts beyond the table's longest, up to twice it and to the model's own maximum: time
   grows as between the two last measured rows.  The same rule one row shorter misses the longest
-  rows of all tables that these models use, at batches of 1 to 8, by 10.5 % in the mean (median 3 %).
+  rows of all tables that these models use, at batches of 1 to 8, by 10.5 % (median 3 %).
   On an H100 the mean is 5 % and the worst 32 %, for Llama 3.1 8B on one 4 and 9 %.  Worst is 74 %,
   on the L40S: the two rows before were read from its L2, which the longest exceeds.
 * Decoding with more KV heads than the table has (A100: 8): that many sequences of 8 heads.
