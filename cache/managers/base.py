@@ -212,11 +212,15 @@ class CacheManager(abc.ABC):
         """
         if not self.enable_prefix_caching:
             return NOTHING
-        longest = (len(seq.token_ids) - 1) // self.block_size
+        longest = self._most_hits(seq)
         if limit is not None:
             longest = min(longest, at_least(0, "limit", limit))
         blocks, where = self._match(seq, longest)
         return Hit(blocks, len(blocks) * self.block_size, where, self._version)
+
+    def _most_hits(self, seq: Sequence) -> int:
+        """Most blocks that a hit of ``seq`` can have."""
+        return (len(seq.token_ids) - 1) // self.block_size
 
     def get_computed_blocks(self, seq: Sequence) -> tuple[list[int], int]:
         """The cached blocks of the prefix of ``seq``, and how many tokens they hold."""

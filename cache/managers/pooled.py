@@ -111,7 +111,7 @@ class PooledManager(CacheManager):
         num_hits, num_given_back = len(hit.blocks), hit.blocks.count(GIVEN_BACK)  # these come first
         held = hit.blocks[num_given_back:]
         hashes = self._hasher.block_hashes(table.seq) if self.enable_prefix_caching else ()
-        hashes = hashes[: (len(table.seq.token_ids) - 1) // self.block_size]  # what may be hit
+        hashes = hashes[: self._most_hits(table.seq)]
         self.pool.revive(held, self._num_blocks_of(table, 0, end) - num_hits, hashes)
         if self._listener:
             self._notify_policy(table.seq)

@@ -212,8 +212,7 @@ class VLLMv0(CacheManager):
         if not table.blocks:
             self._notify_policy(table.seq)
             if self.enable_prefix_caching:
-                longest = (len(table.seq.token_ids) - 1) // self.block_size  # what may be hit
-                self.gpu.evictor.look_up(self._hashes(table.seq)[:longest])
+                self.gpu.evictor.look_up(self._hashes(table.seq)[: self._most_hits(table.seq)])
         self._mark_as_computed(table)
         hits = [growth for growth in plan if growth[-1] is not None]
         for position, _, own, _ in hits:  # order: frees, then hits, then new blocks
