@@ -188,9 +188,10 @@ class Radix(CacheManager):
             table.num_in_tree += len(filled)
 
     def _own_full_blocks(self, table: _Table, end: int) -> array:
-        """Full blocks before ``end`` and outside the tree, up to the first that a fork shares."""
+        """Full blocks of known tokens before ``end``, outside the tree, up to one that forks share."""
         if not self.enable_prefix_caching:
             return array("i")
+        end = min(end, len(table.seq.token_ids) - table.seq.num_unknown_tokens)
         filled = table.blocks[table.num_in_tree : end // self.block_size]
         if self._extra_users:
             for i, block in enumerate(filled):
