@@ -184,7 +184,7 @@ class _MemoryOfSteps:
         waiting = self._scheduler.waiting
         if not waiting:
             return
-        of_waiting = (waiting[0],) if isinstance(manager, Contiguous) else ()
+        of_waiting = (waiting.first()[1],) if isinstance(manager, Contiguous) else ()
         usage = manager.memory_usage(*of_waiting)
         for kind in self.slots:
             self.slots[kind] += getattr(usage, kind)

@@ -32,7 +32,7 @@ class Sequence:
         token_ids: the prompt, at least one token, each in [0, 2**32).
         lora_name: name or number of the LoRA adapter; None for the base model.
         mm_inputs: multi-modal inputs of the prompt, by rising offset, not overlapping.
-        cache_salt: only sequences with an equal salt share blocks; None shares with None.
+        cache_salt: only sequences with an equal salt share blocks; None, or empty: no salt.
 
     Attributes:
         token_ids: ``array('I')`` of all tokens; numpy and torch read it without a copy.
@@ -75,9 +75,9 @@ class Sequence:
         self.table_version = 0
         self.hints: tuple[float, ...] = ()
         self.lora_name = check_key("lora_name", lora_name, str | int | None)
-        self.cache_salt = check_key("cache_salt", cache_salt, str | bytes | None)
+        self.cache_salt = check_key("cache_salt", cache_salt, str | bytes | None) or None
         self.mm_inputs = _check_mm_inputs(mm_inputs, self.num_prompt_tokens)
-        self.keyed_length = 0 if lora_name is None and cache_salt is None else 1
+        self.keyed_length = 0 if lora_name is None and self.cache_salt is None else 1
         if self.mm_inputs:
             self.keyed_length = self.mm_inputs[-1].offset + self.mm_inputs[-1].length
         self.hash_chains: dict[tuple[str, int], list[bytes]] = {}

@@ -15,8 +15,8 @@ from collections.abc import Sequence as Items
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
-from cache.blocks.sequence import check_key, pack_token_ids
-from cache.checks import shown
+from cache.blocks.sequence import Sequence, pack_token_ids
+from cache.checks import as_int, shown
 from cache.managers.base import CacheManager, UnsupportedByDesign
 from cache.serving.beam_search import BeamSearch
 from cache.serving.output_text import Decoder, OutputText
@@ -121,7 +121,7 @@ class Engine:
         """Unfinished requests by their id."""
         self._request_ids = itertools.count()
         self._seq_ids = itertools.count()
-        self._beam_searches: dict[int, BeamSearch] = {}
+        self._beam_searches: dict[int, BeamSearch] = {}  # of unfinished requests
         self._can_fork = self.manager.can_fork
 
     @property
@@ -133,6 +133,10 @@ class Engine:
         prompt_token_ids: Items[int],
         params: SamplingParams,
         cache_salt: str | bytes | None = None,
+        *,
+        lora_name: str | int | None = None,
+        mm_inputs: Items[tuple[str | bytes, int, int]] = (),
+        priority: int = 0,
     ) -> array:
         """The packed token ids of a request.  Raises the errors that ``add`` would raise for it."""
         if not isinstance(params, SamplingParams):
@@ -141,10 +145,17 @@ class Engine:
             prompt_token_ids = pack_token_ids(prompt_token_ids)
         except Exception as error:  # iterators raise any
             raise ValueError(f"prompt: {error}") from None
-        check_key("cache_salt", cache_salt, str | bytes | None)
         length = len(prompt_token_ids)
         if not length:
             raise ValueError("prompt: has no tokens; needs at least one")
+        if not isinstance(mm_inputs, list | tuple):
+            needs = "a list of (content_hash, offset, length)"
+            raise ValueError(f"mm_inputs={shown(mm_inputs)}: needs {needs}")
+        keys = {"cache_salt": cache_salt, "lora_name": lora_name, "mm_inputs": mm_inputs}
+        Sequence(None, prompt_token_ids, **keys)
+        if as_int("priority", priority) and self.scheduler.policy != "priority":
+            needs = 'needs 0, or a Scheduler(policy="priority")'
+            raise ValueError(f"priority={shown(priority)}: {needs}")
         if self.vocab_size is not None:
             least, largest = min(prompt_token_ids), max(prompt_token_ids)
             if least < 0 or largest >= self.vocab_size:
@@ -186,19 +197,28 @@ class Engine:
         params: SamplingParams,
         cache_salt: str | bytes | None = None,
         stream_text: bool = False,
+        *,
+        lora_name: str | int | None = None,
+        mm_inputs: Items[tuple[str | bytes, int, int]] = (),
+        priority: int = 0,
     ) -> int:
-        """Add a request to the end of the waiting queue; returns its id.
+        """Add a request to the waiting queue; returns its id.
 
         Samples beyond max_num_seqs wait for the others.
 
-        cache_salt: only requests with an equal salt share K/V; None shares with None.
+        cache_salt: only requests with an equal salt share K/V; None or empty: those without one.
         stream_text: give the request's tokens their texts, if there is a tokenizer.
+        lora_name, mm_inputs: as of ``Sequence``.  They are part of the content of its blocks; the
+            runner must apply the adapter and the inputs.
+        priority: the lower, the earlier it is served; for ``Scheduler(policy="priority")``.
 
-        Raises ValueError for a prompt that is empty, has ids out of range, or does not fit, for a
-        salt that is not valid Unicode, and for more beams than max_num_seqs or the cache allows;
-        UnsupportedByDesign for beam search with a manager that cannot fork.  Then nothing is added.
+        Raises ValueError for a prompt that is empty, has ids out of range, or does not fit, for
+        keys that cannot be hashed, for a priority with "fcfs", and for more beams than max_num_seqs
+        or the cache allows; UnsupportedByDesign for beam search with a manager that cannot fork.
+        If it raises, also by an interrupt or by the policy, nothing is added.
         """
-        prompt_token_ids = self.check(prompt_token_ids, params, cache_salt)
+        keys = {"cache_salt": cache_salt, "lora_name": lora_name, "mm_inputs": mm_inputs}
+        prompt_token_ids = self.check(prompt_token_ids, params, priority=priority, **keys)
         stops = params.stop_token_ids | (frozenset() if params.ignore_eos else self.eos_token_ids)
         length = len(prompt_token_ids)
         max_tokens = min(params.max_tokens, self.max_model_len - length)
@@ -209,27 +229,27 @@ class Engine:
             stop_token_ids=stops,
             stats=RequestStats(self.clock(), length, max_tokens),
             has_text=self.new_decoder is not None and (stream_text or bool(params.stop)),
+            priority=priority,
         )
         num_outputs = params.n if params.beam_width is None else params.beam_width
         group = min(num_outputs, self.scheduler.max_num_seqs) if self._can_fork else 1
         for index in range(0, num_outputs, group):  # the first of a group forks the others
-            seq = ScheduledSequence(
-                next(self._seq_ids), prompt_token_ids, request, index, cache_salt=cache_salt
-            )
+            seq = ScheduledSequence(next(self._seq_ids), prompt_token_ids, request, index, **keys)
             seq.num_pending_forks = min(group, num_outputs - index) - 1
             request.sequences.append(seq)
         try:
             for seq in request.sequences:
                 self.scheduler.add(seq)
-        except BaseException:  # of the policy
+            if params.beam_width is not None:
+                request.search = self._beam_searches[request.request_id] = BeamSearch(request)
+            self.requests[request.request_id] = request
+            return request.request_id
+        except BaseException:
+            self.requests.pop(request.request_id, None)
+            self._beam_searches.pop(request.request_id, None)
             for seq in request.sequences:
-                if seq in self.scheduler.waiting:
-                    self.scheduler.finish(seq)
+                self.scheduler.withdraw(seq)
             raise
-        if params.beam_width is not None:
-            self._beam_searches[request.request_id] = BeamSearch(request)
-        self.requests[request.request_id] = request
-        return request.request_id
 
     def abort(self, request_id: int) -> Request:
         """Cancel an unfinished request, which keeps its tokens.  KeyError if there is none."""
@@ -282,10 +302,9 @@ class Engine:
         rows: list[int] = []
         drawing: list[ScheduledSequence] = []
         complete = [seq for seq in step.sequences if seq.num_computed_tokens == len(seq.token_ids)]
-        searches = self._beam_searches
         for row, seq in enumerate(complete):
-            search = searches and searches.get(seq.request.request_id)
-            if search:
+            search = seq.request.search
+            if search is not None:
                 try:
                     best = self.sampler.likeliest(logits, row, seq, search.num_candidates)
                     if not best:
@@ -315,7 +334,7 @@ class Engine:
         else:
             self._unread = drawn
             self._read(outputs, finished)
-        for search in list(searches.values()):
+        for search in list(self._beam_searches.values()):
             try:
                 is_over = search.is_ready and self._advance(search, self.clock())
             except Exception as error:
@@ -425,7 +444,7 @@ class Engine:
 
     def completions(self, request: Request) -> list[CompletionOutput]:
         """The outputs of a finished request, with their texts if there is a tokenizer."""
-        search = self._beam_searches.pop(request.request_id, None)
+        search = request.search
         if search is not None:
             outputs = [
                 CompletionOutput(
@@ -527,7 +546,7 @@ class Engine:
 
     def _finish_request(self, request: Request) -> None:
         del self.requests[request.request_id]
-        search = self._beam_searches.get(request.request_id)
+        search = self._beam_searches.pop(request.request_id, None)
         if search is not None:
             lengths = [len(hypothesis.token_ids) for hypothesis in search.best()]
         else:

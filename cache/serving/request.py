@@ -5,13 +5,14 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cache.blocks.sequence import Sequence
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from cache.serving.beam_search import BeamSearch
     from cache.serving.output_text import OutputText
     from cache.serving.sampling_params import SamplingParams
 
@@ -38,10 +39,12 @@ class FinishReason(enum.StrEnum):
 class ScheduledSequence(Sequence):
     """One output of a request: its tokens, and its state in the scheduler.
 
+    ``keys``: options of ``Sequence``.
+
     Attributes:
         request: the request.
         index: which of its outputs.
-        order: place in the line; the lowest goes first wherever sequences compete.
+        order: (priority, request, sequence); the lowest goes first wherever sequences compete.
         drawn_row: row of its unknown token among the tokens of the last step; None without one.
         block_row: for the runner: a ``table_version`` and the block table of that version.
         num_pending_forks: sequences that fork from this one when its prompt is computed.
@@ -58,13 +61,12 @@ class ScheduledSequence(Sequence):
         token_ids: Iterable[int],
         request: Request,
         index: int,
-        *,
-        cache_salt: str | bytes | None = None,
+        **keys: Any,
     ) -> None:
-        super().__init__(seq_id, token_ids, cache_salt=cache_salt)
+        super().__init__(seq_id, token_ids, **keys)
         self.request = request
         self.index = index
-        self.order = (request.request_id, seq_id)
+        self.order = (request.priority, request.request_id, seq_id)
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.drawn_row: int | None = None
@@ -104,7 +106,7 @@ class ScheduledSequence(Sequence):
     def fork(self, seq_id: int) -> ScheduledSequence:
         """A copy with the same tokens, in no queue and with nothing in host memory."""
         child = super().fork(seq_id)
-        child.order = (self.request.request_id, seq_id)
+        child.order = (*self.order[:2], seq_id)
         child.host_blocks, child.num_host_tokens = [], 0
         child.num_pending_forks = 0
         child.logprobs = self.logprobs[:]
@@ -127,7 +129,7 @@ class RequestStats:
     num_cached_tokens: int = 0
     """Tokens of the prompt whose K/V were in the cache when it was first scheduled."""
     num_preemptions: int = 0
-    """How often one of its sequences lost its blocks to an older one."""
+    """How often one of its sequences lost its blocks to another one."""
     num_swapped_tokens: int = 0
     """Tokens whose K/V preemptions moved to host memory."""
     num_recomputed_tokens: int = 0
@@ -180,6 +182,8 @@ class Request:
     max_tokens: most tokens to generate: the parameter, or fewer if model or cache end before.
     stop_token_ids: tokens that end an output.
     has_text: whether its tokens get their texts: for streams and stop strings.
+    priority: the lower, the earlier it is served.
+    search: its beam search, if it has one.
     error: why it ended, with FinishReason.ERROR.
     """
 
@@ -189,6 +193,8 @@ class Request:
     stop_token_ids: frozenset[int]
     stats: RequestStats
     has_text: bool = False
+    priority: int = 0
+    search: BeamSearch | None = None
     sequences: list[ScheduledSequence] = field(default_factory=list)
     error: str | None = None
     is_followed: bool = field(init=False)

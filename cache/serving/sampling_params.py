@@ -41,6 +41,8 @@ class SamplingParams:
         logprobs: return log p of each token and of this many of the likeliest tokens, before
             penalties and temperature.  None for none.
         ignore_eos: do not end at the model's end-of-text tokens.
+        skip_reading_prefix_cache: compute the whole prompt, also what the cache holds of it.  Other
+            requests find its blocks.
         beam_width: number of beams of a beam search, which returns the n best; None samples.
         length_penalty: beams are ranked by sum(log p) / number of tokens ** length_penalty.
 
@@ -63,6 +65,7 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
+    skip_reading_prefix_cache: bool = False
     beam_width: int | None = None
     length_penalty: float = 1.0
 
@@ -198,6 +201,7 @@ _FIELDS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], bool], str]] = {
     "ignore_eos": _FLAG,
     "skip_special_tokens": _FLAG,
     "logprobs": (_int_or_none, lambda v: v is None or v >= 0, "an int of at least 0, or None"),
+    "skip_reading_prefix_cache": _FLAG,
     "beam_width": (
         _int_or_none, lambda v: v is None or v >= 1, "an int of at least 1, or None"
     ),

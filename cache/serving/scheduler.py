@@ -1,21 +1,24 @@
 """Continuous batching: which sequences compute which tokens in the next step.
 
-Sequences are served in the order in which their requests arrived (FCFS), running ones first:
+Sequences are served in the order in which their requests arrived ("fcfs"), or by priority and then
+arrival ("priority"), running ones first:
 
 * A running sequence gets the tokens it lacks: one when it decodes, a chunk of its prompt otherwise.
-  If blocks run out, the youngest running sequence is preempted.
+  If blocks run out, the last running sequence of the order is preempted.
 * Then waiting sequences are admitted while blocks, token budget and sequence budget last, but not
-  in a step that preempted one.  No sequence overtakes: a prompt that does not fit yet waits at the
-  head of the line.
+  in a step that preempted one.  No waiting sequence overtakes another: a prompt that does not fit
+  yet waits at the head of the line.
 
-So the oldest sequence can always take the blocks it needs, up to the whole cache.  Every step
-computes tokens of it or brings it back, so there is no livelock.
+So the first running sequence can always take the blocks it needs, up to the whole cache.  Every
+step computes tokens of it or brings one back, so there is no livelock.  With "fcfs" each request
+ends, too.  With "priority" a request ends if only finitely many of smaller priority arrive.  A
+waiting request preempts none: it waits until running ones end or preempt each other.
 
 With ``prefill_first`` a step computes either prompts or decoded tokens: no sequence decodes while a
 prompt can be computed.  That is the order of Nano-vLLM and of vLLM's first engine; budgets and
 chunks stay the same in both modes, which differs from Nano-vLLM (docs/deviations.md).
 
-A preempted sequence returns to the head of the line.  *Recompute* drops its K/V and computes them
+A preempted sequence returns to its place in the line.  *Recompute* drops its K/V and computes them
 again, the generated tokens' included.  *Swap* copies them to host memory and back (Kwon et al.,
 2023, section 4.5); if host memory is full, they are recomputed.
 """
@@ -23,16 +26,17 @@ again, the generated tokens' included.  *Swap* copies them to host memory and ba
 from __future__ import annotations
 
 import bisect
+import contextlib
 from array import array
-from collections import deque
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
 from cache.blocks.pool import OutOfBlocks
 from cache.blocks.sequence import Sequence
-from cache.checks import at_least, true_or_false
-from cache.managers.base import AllocStatus, CacheManager, Copies
+from cache.checks import at_least, shown, true_or_false
+from cache.managers.base import NOTHING, AllocStatus, CacheManager, Copies
+from cache.policies.lazy_heap import LazyHeap
 from cache.serving.request import ScheduledSequence, Status
 
 
@@ -66,8 +70,11 @@ class Step:
         return sum(self.counts)
 
 
+POLICIES = ("fcfs", "priority")
+
+
 class Scheduler:
-    """Serves sequences in order of arrival.
+    """Serves sequences by their ``order``.
 
     Args:
         manager: owns the blocks; no other scheduler uses it.
@@ -77,6 +84,7 @@ class Scheduler:
         chunked_prefill: compute long prompts over several steps.  Without it, or with a design that
             cannot chunk, no sequence may be longer than max_num_batched_tokens.
         prefill_first: decode only in steps that compute no prompt.
+        policy: "fcfs", or "priority" for requests with priorities.
 
     Raises ValueError, naming the argument, for sizes out of range, and for host blocks with a
     manager that has a sliding window.
@@ -91,15 +99,18 @@ class Scheduler:
         num_host_blocks: int = 0,
         chunked_prefill: bool = True,
         prefill_first: bool = False,
+        policy: str = "fcfs",
     ) -> None:
-        self.manager = manager
+        if policy not in POLICIES:
+            raise ValueError(f"policy={shown(policy)}: needs one of {', '.join(POLICIES)}")
+        self.manager, self.policy = manager, policy
         self.max_num_seqs = at_least(1, "max_num_seqs", max_num_seqs)
         self.max_num_batched_tokens = at_least(1, "max_num_batched_tokens", max_num_batched_tokens)
         chunked_prefill = true_or_false("chunked_prefill", chunked_prefill)
         self.chunked_prefill = chunked_prefill and manager.can_chunk
         self.prefill_first = true_or_false("prefill_first", prefill_first)
         self.running: list[ScheduledSequence] = []
-        self.waiting: deque[ScheduledSequence] = deque()
+        self.waiting = LazyHeap()  # sequences by their order
         if num_host_blocks and getattr(manager, "sliding_window", None):
             raise ValueError(
                 f"num_host_blocks={num_host_blocks}: with a sliding_window the manager gives back "
@@ -122,9 +133,16 @@ class Scheduler:
         return longest if self.chunked_prefill else min(longest, self.max_num_batched_tokens)
 
     def add(self, seq: ScheduledSequence) -> None:
-        """Put a new sequence at the end of the line."""
+        """Put a new sequence in line."""
         self.manager.expect(seq.order, seq)
-        self.waiting.append(seq)
+        self.waiting.push(seq, *seq.order)
+
+    def withdraw(self, seq: ScheduledSequence) -> None:
+        """Undo ``add``, also one that raised."""
+        if seq in self.waiting:
+            self.waiting.remove(seq)
+        with contextlib.suppress(Exception):  # of the policy
+            self.manager.expect(seq.order)
 
     def fork(self, parent: ScheduledSequence, child: ScheduledSequence) -> None:
         """Let ``child``, a fork of the running ``parent``, share its blocks and run beside it."""
@@ -142,8 +160,10 @@ class Scheduler:
             self.manager.free(seq)
         elif seq.status is Status.WAITING:
             self.waiting.remove(seq)
-            self.manager.expect(seq.order)
             self._drop_host_copy(seq)
+            seq.status = Status.FINISHED
+            self.manager.drop(seq)
+            self.manager.expect(seq.order)
         seq.status = Status.FINISHED
 
     def schedule(self) -> Step:
@@ -161,7 +181,7 @@ class Scheduler:
             if not self.prefill_first:
                 self._admit_waiting(step, budget)
         if self.waiting and not (step.sequences or step.admitted or step.preempted or step.errors):
-            head = self.waiting[0]
+            head = self.waiting.first()[1]
             raise RuntimeError(
                 f"{head!r} waits, but nothing runs: {self.manager.num_free_blocks} of "
                 f"{self.manager.num_blocks} blocks are free, can_allocate says "
@@ -199,7 +219,7 @@ class Scheduler:
         return budget
 
     def _preempt(self, seq: ScheduledSequence, step: Step) -> None:
-        """Return ``seq`` to the head of the line, and swap out its K/V if host memory has room."""
+        """Return ``seq`` to its place in the line, and swap out its K/V if host memory has room."""
         stats = seq.request.stats
         num_blocks = -(-seq.num_computed_tokens // self.manager.block_size)
         if 0 < num_blocks <= len(self.free_host_blocks):
@@ -212,8 +232,7 @@ class Scheduler:
         self.manager.free(seq, is_finished=False)
         seq.status = Status.WAITING
         stats.num_preemptions += 1
-        self.waiting.appendleft(seq)
-        self.manager.expect(seq.order, seq)
+        self.add(seq)
         step.preempted.append(seq)
 
     def _admit_waiting(self, step: Step, budget: int) -> None:
@@ -222,14 +241,14 @@ class Scheduler:
         num_forks = sum(map(attrgetter("num_pending_forks"), self.running))
         places = self.max_num_seqs - len(self.running) - num_forks
         while self.waiting and budget > 0:
-            seq = self.waiting[0]
+            seq = self.waiting.first()[1]
             places -= 1 + seq.num_pending_forks
             if places < 0:
                 break
             count = self._admit(seq, budget, step)
             if count is None:
                 break
-            self.waiting.popleft()
+            self.waiting.remove(seq)
             self.manager.expect(seq.order)
             seq.status = Status.RUNNING
             bisect.insort(self.running, seq, key=attrgetter("order"))
@@ -245,7 +264,8 @@ class Scheduler:
         Returns how many tokens it computes, or None if it has to wait.
         """
         try:
-            hit = self.manager.find(seq)
+            reads = not seq.request.params.skip_reading_prefix_cache
+            hit = self.manager.find(seq) if reads else NOTHING
         except Exception as error:
             step.errors.append((seq, error))
             return None
