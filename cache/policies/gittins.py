@@ -61,12 +61,15 @@ class Gittins(ClassPolicy):
                     returns = back[place] + _SHRINKAGE * of_group
                     hazards[begin + place, bin_] = returns / (reached[place] + _SHRINKAGE)
         for class_ in range(len(gone)):
+            row = [float(hazard) for hazard in hazards[class_]]  # numpy's numbers are slow
             for age in range(NUM_BINS):
                 out, space = 1.0, 0.0
-                index = worths[class_ - _GROUP, age] if class_ >= 2 * _GROUP else 0.0
+                index = float(worths[class_ - _GROUP, age]) if class_ >= 2 * _GROUP else 0.0
                 for bin_ in range(age, NUM_BINS):
-                    space += BIN_WIDTHS[bin_] * out * (1.0 - hazards[class_, bin_] / 2.0)
-                    out *= 1.0 - hazards[class_, bin_]
+                    space += BIN_WIDTHS[bin_] * out * (1.0 - row[bin_] / 2.0)
+                    out *= 1.0 - row[bin_]
                     if 1.0 - out > index * space:
                         index = (1.0 - out) / space
+                    elif index * space >= 1.0:
+                        break  # no later one is larger
                 worths[class_, age] = index
