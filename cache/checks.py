@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import operator
 import reprlib
+import sys
+from numbers import Real
+
+MAX_SIZE = 2**31 - 1
+"""Largest size unless a function says otherwise: block ids and lengths are 32-bit integers."""
 
 
 def shown(value: object) -> str:
@@ -27,15 +32,31 @@ def as_int(name: str, value: int) -> int:
     return number
 
 
-def at_least(least: int, name: str, value: int) -> int:
-    """``value`` as an int; ValueError, with the argument's name, unless it is >= ``least``."""
+def at_least(least: int, name: str, value: int, most: float = MAX_SIZE) -> int:
+    """``value`` as an int; ValueError, with the argument's name, unless it is >= ``least``.
+
+    An int above ``most`` is a ValueError too.
+    """
     try:
         number = as_int(name, value)
     except ValueError:
         number = least - 1
-    if number < least:
-        raise ValueError(f"{name}={shown(value)}: needs an int of at least {least}")
+    if not least <= number <= most:
+        bound = f"at least {least}" if number < least else f"at most {most}"
+        raise ValueError(f"{name}={shown(value)}: needs an int of {bound}")
     return number
+
+
+def finite(name: str, value: float, *, positive: bool = False) -> float:
+    """``value``; ValueError, with the argument's name, unless it is finite and at least 0.
+
+    ``positive``: above 0.
+    """
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not (is_number and 0 <= value <= sys.float_info.max) or (positive and value == 0):
+        bound = "above 0" if positive else "of at least 0"
+        raise ValueError(f"{name}={shown(value)}: needs a finite number {bound}")
+    return value
 
 
 def true_or_false(name: str, value: bool) -> bool:

@@ -2,14 +2,20 @@
 
 ``num_kv_heads`` counts the whole model.  With tensor parallelism each rank stores its share of the
 heads in its own blocks, and the results are for one rank.
+
+Raises ValueError, naming the argument, for a size in bytes above 2**63 - 1 and for any other
+integer above 2**31 - 1.
 """
 
 from __future__ import annotations
 
 import math
 from fractions import Fraction
+from numbers import Real
 
 from cache.checks import at_least
+
+_MAX_BYTES = 2**63 - 1
 
 
 def kv_heads_per_rank(num_kv_heads: int, tensor_parallel_size: int = 1) -> int:
@@ -68,9 +74,9 @@ def num_gpu_blocks(
     utilization is taken as a decimal number, so that binary rounding never costs a block.  Raises
     ValueError if no block fits, and for bad arguments.
     """
-    total = at_least(1, "total_bytes", total_bytes)
-    peak = at_least(0, "peak_bytes", peak_bytes)
-    size = at_least(1, "block_bytes", block_bytes)
+    total = at_least(1, "total_bytes", total_bytes, _MAX_BYTES)
+    peak = at_least(0, "peak_bytes", peak_bytes, _MAX_BYTES)
+    size = at_least(1, "block_bytes", block_bytes, _MAX_BYTES)
     utilization = gpu_memory_utilization
     usable = total * utilization_share(utilization)
     count = math.floor((usable - peak) / size)
@@ -86,7 +92,8 @@ def num_gpu_blocks(
 def utilization_share(gpu_memory_utilization: float) -> Fraction:
     """The exact decimal value.  ValueError unless it is in (0, 1]."""
     utilization = gpu_memory_utilization
-    if isinstance(utilization, bool) or not 0 < utilization <= 1:
+    is_number = isinstance(utilization, Real) and not isinstance(utilization, bool)
+    if not is_number or not 0 < utilization <= 1:
         raise ValueError(
             f"gpu_memory_utilization={utilization!r}: needs a number above 0 and at most 1"
         )
@@ -95,8 +102,8 @@ def utilization_share(gpu_memory_utilization: float) -> Fraction:
 
 def num_cpu_blocks(*, swap_space_bytes: int, block_bytes: int) -> int:
     """Blocks that fit into the swap space in host memory; may be 0."""
-    space = at_least(0, "swap_space_bytes", swap_space_bytes)
-    return space // at_least(1, "block_bytes", block_bytes)
+    space = at_least(0, "swap_space_bytes", swap_space_bytes, _MAX_BYTES)
+    return space // at_least(1, "block_bytes", block_bytes, _MAX_BYTES)
 
 
 def kv_cache_shape(

@@ -216,7 +216,7 @@ class Rope:
 
 
 _CHECKS: dict[Callable[[str, Any], object], tuple[str, ...]] = {
-    lambda name, value: _positive(name, at_least(1, name, value)): (
+    lambda name, value: _positive(name, at_least(1, name, value, 2**63)): (
         "vocab_size", "hidden_size", "intermediate_size", "num_layers",
         "num_q_heads", "num_kv_heads", "head_dim", "max_position_embeddings",
     ),

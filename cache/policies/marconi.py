@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cache.checks import finite
 from cache.policies.leaves import LeafPolicy, Node
 
 
@@ -22,9 +23,7 @@ class Marconi(LeafPolicy):
     name = "marconi"
 
     def __init__(self, alpha: float = 1.0) -> None:
-        if not alpha >= 0:
-            raise ValueError(f"alpha must not be negative, got {alpha}")
-        self.alpha = alpha
+        self.alpha = finite("alpha", alpha)
 
     def _reset(self) -> None:
         self._requests = self._oldest = 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from cache.checks import at_least
+import math
+
+from cache.checks import at_least, finite
 from cache.policies.queues import GhostList, Queue, QueuePolicy
 
 
@@ -20,11 +22,9 @@ class MQ(QueuePolicy):
     def __init__(
         self, num_queues: int = 8, life_time: int = 10_000, ghost_ratio: float = 4.0
     ) -> None:
-        if ghost_ratio < 0:
-            raise ValueError(f"ghost_ratio must not be negative, got {ghost_ratio}")
         self.num_queues = at_least(1, "num_queues", num_queues)
         self.life_time = at_least(1, "life_time", life_time)
-        self.ghost_ratio = ghost_ratio
+        self.ghost_ratio = finite("ghost_ratio", ghost_ratio)
 
     def _reset(self) -> None:
         self._queues = [Queue() for _ in range(self.num_queues)]
@@ -34,25 +34,25 @@ class MQ(QueuePolicy):
         self._time = 0
 
     def _admit(self, block: int) -> None:
-        self._accesses[block] = self._returning.get(self._keys[block], 0)
+        self._accesses[block] = self._recalled(block)
         self._access(block)
 
     def _hit(self, block: int) -> None:
         self._access(block)
 
     def _choose(self) -> int:
-        block = self._first_of(*self._queues)
-        self._ghosts.add(self._keys[block], self._accesses[block])
+        block = self._first_of(self._queues)
+        self._remember(self._ghosts, block, self._accesses[block])
         return block
 
     def _access(self, block: int) -> None:
         self._time += 1
         self._accesses[block] += 1
-        level = min(self._accesses[block].bit_length() - 1, self.num_queues - 1)
+        level = min(math.frexp(self._accesses[block])[1] - 1, self.num_queues - 1)
         self._expires[block] = self._time + self.life_time
         self._move(block, self._queues[level])
         for level in range(1, self.num_queues):
-            queue = self._queues[level]
-            if queue and self._expires[oldest := next(iter(queue))] < self._time:
+            oldest = self._head(self._queues[level])
+            if oldest is not None and self._expires[oldest] < self._time:
                 self._expires[oldest] = self._time + self.life_time
                 self._move(oldest, self._queues[level - 1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cache.checks import at_least
+from cache.checks import at_least, finite
 from cache.policies.queues import GhostList, Queue, QueuePolicy
 
 
@@ -24,10 +24,8 @@ class S3FIFO(QueuePolicy):
     ) -> None:
         if not 0 < small_ratio < 1:
             raise ValueError(f"small_ratio must lie between 0 and 1, got {small_ratio}")
-        if ghost_ratio < 0:
-            raise ValueError(f"ghost_ratio must not be negative, got {ghost_ratio}")
         self.small_ratio = small_ratio
-        self.ghost_ratio = ghost_ratio
+        self.ghost_ratio = finite("ghost_ratio", ghost_ratio)
         self.promote_after = at_least(1, "promote_after", promote_after)
 
     def _reset(self) -> None:
@@ -41,8 +39,8 @@ class S3FIFO(QueuePolicy):
 
     def _admit(self, block: int) -> None:
         self._accesses[block] = 0
-        small_is_full = self._filling and len(self._small) >= self._small_size
-        to_main = small_is_full or self._keys[block] in self._returning
+        small_is_full = self._filling and self._length(self._small) >= self._small_size
+        to_main = small_is_full or self._recalled(block) > 0
         self._move(block, self._main if to_main else self._small)
 
     def _hit(self, block: int) -> None:
@@ -50,10 +48,10 @@ class S3FIFO(QueuePolicy):
 
     def _choose(self) -> int:
         self._filling = False
-        if len(self._main) <= self._main_size:
+        if self._length(self._main) <= self._main_size:
             while (block := self._oldest(self._small)) is not None:
                 if self._accesses[block] < self.promote_after:
-                    self._ghosts.add(self._keys[block])
+                    self._remember(self._ghosts, block)
                     return block
                 self._accesses[block] = 0
                 self._move(block, self._main)
@@ -61,5 +59,5 @@ class S3FIFO(QueuePolicy):
             if not self._accesses[block]:
                 return block
             self._accesses[block] = min(self._accesses[block], 3) - 1
-            self._main.move_to_end(block)
-        return self._first_of(self._small)  # all of the main queue is in use
+            self._move(block, self._main)
+        return self._first_of((self._small,))  # all of the main queue is in use

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cache.checks import finite
 from cache.policies.priority import BlockHistory, PriorityPolicy, record
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ class TailOptimizedLRU(PriorityPolicy):
     name = "tlru"
 
     def __init__(self, threshold_blocks: float = 8.0, next_blocks: float = 1.0) -> None:
-        self.threshold_blocks, self.next_blocks = float(threshold_blocks), float(next_blocks)
+        self.threshold_blocks = float(finite("threshold_blocks", threshold_blocks))
+        self.next_blocks = float(finite("next_blocks", next_blocks))
 
     def own_state(self, capacity: int) -> np.record:
         return record(spare=self.threshold_blocks - self.next_blocks)

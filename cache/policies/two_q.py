@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cache.checks import finite
 from cache.policies.queues import GhostList, Queue, QueuePolicy
 
 
@@ -18,10 +19,8 @@ class TwoQ(QueuePolicy):
     def __init__(self, in_ratio: float = 0.25, out_ratio: float = 0.5) -> None:
         if not 0 < in_ratio < 1:
             raise ValueError(f"in_ratio must lie between 0 and 1, got {in_ratio}")
-        if out_ratio < 0:
-            raise ValueError(f"out_ratio must not be negative, got {out_ratio}")
         self.in_ratio = in_ratio
-        self.out_ratio = out_ratio
+        self.out_ratio = finite("out_ratio", out_ratio)
 
     def _reset(self) -> None:
         self._incoming = Queue()
@@ -30,18 +29,17 @@ class TwoQ(QueuePolicy):
         self._in_size = int(self._capacity * self.in_ratio)
 
     def _admit(self, block: int) -> None:
-        returns = self._keys[block] in self._returning
-        self._move(block, self._main if returns else self._incoming)
+        self._move(block, self._main if self._recalled(block) else self._incoming)
 
     def _hit(self, block: int) -> None:
-        if self._queue_of[block] is self._main:
-            self._main.move_to_end(block)
+        if self._is_in(block, self._main):
+            self._move(block, self._main)
 
     def _choose(self) -> int:
-        if len(self._incoming) > self._in_size:
-            block = self._first_of(self._incoming, self._main)
+        if self._length(self._incoming) > self._in_size:
+            block = self._first_of((self._incoming, self._main))
         else:
-            block = self._first_of(self._main, self._incoming)
-        if self._queue_of[block] is self._incoming:
-            self._ghosts.add(self._keys[block])
+            block = self._first_of((self._main, self._incoming))
+        if self._is_in(block, self._incoming):
+            self._remember(self._ghosts, block)
         return block
