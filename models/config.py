@@ -216,7 +216,7 @@ class Rope:
 
 
 _CHECKS: dict[Callable[[str, Any], object], tuple[str, ...]] = {
-    lambda name, value: _positive(name, at_least(1, name, value, 2**63)): (
+    lambda name, value: _positive(name, at_least(1, name, value, float("inf"))): (
         "vocab_size", "hidden_size", "intermediate_size", "num_layers",
         "num_q_heads", "num_kv_heads", "head_dim", "max_position_embeddings",
     ),
@@ -383,7 +383,7 @@ class ModelConfig:
         get.setdefault("num_key_value_heads", need("num_attention_heads"))
         if "head_dim" not in get:
             get["head_dim"] = _head_dim(need("hidden_size"), get["num_attention_heads"])
-        if at_least(1, "num_hidden_layers", need("num_hidden_layers")) > 10_000:
+        if at_least(1, "num_hidden_layers", need("num_hidden_layers"), 2**63) > 10_000:
             raise UnsupportedModel(f"num_hidden_layers={get['num_hidden_layers']}: at most 10,000")
         layers = _layer_types(get, family)
         activation = "hidden_activation" if "hidden_activation" in family.reads else "hidden_act"
@@ -519,7 +519,7 @@ def _windows(
 
 def _head_dim(hidden_size: int, num_q_heads: int) -> int:
     for name, size in (("hidden_size", hidden_size), ("num_attention_heads", num_q_heads)):
-        at_least(1, name, size)
+        at_least(1, name, size, 2**63)
     if hidden_size % num_q_heads:
         raise ValueError(
             f"hidden_size={hidden_size} does not divide among num_attention_heads={num_q_heads}, "
