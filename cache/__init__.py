@@ -10,6 +10,7 @@ from cache.managers import (
     AllocStatus,
     CacheManager,
     CacheStats,
+    InterruptedChange,
     UnsupportedByDesign,
     make_manager,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "ClassPolicy",
     "Clock",
     "EvictionPolicy",
+    "InterruptedChange",
     "MemoryUsage",
     "MultiModalInput",
     "OutOfBlocks",

@@ -19,9 +19,9 @@ chance that two 128-bit digests agree is below 2e-21.  ``xxh3_128`` can be attac
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterable
 from hashlib import sha256
+from struct import iter_unpack
 
 from cache.blocks.sequence import ExtraKey, Sequence, encode_key
 
@@ -34,9 +34,14 @@ except ImportError:
 
     xxh64_digest = xxh3_128_digest
 
+
+def sha256_digest(data: bytes) -> bytes:
+    return sha256(data).digest()
+
+
 HASH_ALGORITHMS: dict[str, Callable[[bytes], bytes]] = {
     "xxh3_128": xxh3_128_digest,
-    "sha256": lambda data: sha256(data).digest(),
+    "sha256": sha256_digest,
     "xxh64": xxh64_digest,
 }
 """The choices for ``hash_algorithm``: digest functions."""
@@ -65,7 +70,7 @@ class BlockHasher:
         self.digest_size = len(self._digest(b""))
         self._root = bytes(self.digest_size)
         self._name = (algorithm, block_size)
-        self._block_tokens = struct.Struct(f"{4 * block_size}s")
+        self._tokens_of_block = f"{4 * block_size}s"
 
     def block_hashes(self, seq: Sequence) -> list[bytes]:
         """Digests of all full blocks of ``seq`` without unknown tokens.
@@ -77,7 +82,7 @@ class BlockHasher:
         size, known = self.block_size, len(chain)
         end = (len(seq.token_ids) - seq.num_unknown_tokens) // size * size
         digest, digest_of = chain[-1] if chain else self._root, self._digest
-        tokens = self._block_tokens.iter_unpack(seq.token_ids[known * size : end].tobytes())
+        tokens = iter_unpack(self._tokens_of_block, seq.token_ids[known * size : end].tobytes())
         for position, (content,) in enumerate(tokens, known):
             if position * size < seq.keyed_length:
                 keys = seq.extra_keys(position * size, (position + 1) * size)

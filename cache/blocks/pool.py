@@ -52,6 +52,7 @@ class BlockPool:
         ref_counts: number of tables that hold each block; read-only to others.
         block_hashes: hash of each block's content, None if it cannot be found; read-only to others.
         policy: the eviction policy, which the pool starts and owns.
+        reports_requests: whether the policy defines ``look_up``.
         counts: ``allocated_blocks``, and how many of them were cached-free (``evicted_blocks``).
     """
 
@@ -72,7 +73,7 @@ class BlockPool:
         self.block_hashes: list[bytes | None] = [None] * num_blocks
         self._holders: dict[bytes, int] = {}  # hash -> the oldest block with this content
         self._duplicates: dict[bytes, list[int]] = {}  # hash -> the younger ones, by age
-        self._reports_requests = type(policy).look_up is not EvictionPolicy.look_up
+        self.reports_requests = type(policy).look_up is not EvictionPolicy.look_up
         self._reports_misses = type(policy).miss is not EvictionPolicy.miss
         self._reports_content = type(policy).insert is not EvictionPolicy.insert
 
@@ -95,8 +96,7 @@ class BlockPool:
 
     def num_revived(self, hits: Sequence[int]) -> int:
         """How many of ``hits`` have no user and so count as free."""
-        ref_counts = self.ref_counts
-        return sum([not ref_counts[block] for block in hits])
+        return list(map(self.ref_counts.__getitem__, hits)).count(0)
 
     def allocate(self, count: int) -> list[int]:
         """Take ``count`` blocks, with one user each and without their former content.
@@ -113,11 +113,9 @@ class BlockPool:
 
         A smaller ``length`` takes no block.  The blocks at positions ``first`` to ``last - 1``
         become findable under their ``hashes``.  A block whose hash is cached already becomes a
-        duplicate.  Raises OutOfBlocks, changing nothing.
+        duplicate.  The blocks to take must be free.
         """
         count = length - len(blocks)
-        if count > 0:
-            check_free(count, self.num_free_blocks)
         if self._reports_misses:
             for depth in range(first, last):  # one by one: the victim may depend on the newcomer
                 if hashes[depth] not in self._holders:
@@ -131,26 +129,16 @@ class BlockPool:
         if first < last and not self._reports_misses:
             self._publish(blocks, hashes, first, last)
 
-    def revive(self, hits: Sequence[int], count: int = 0, hashes: Sequence[bytes] = ()) -> None:
-        """Add a user to each of ``hits``, which ``lookup`` found in a request for ``hashes``.
+    def share(self, blocks: Sequence[int]) -> None:
+        """Add a user to each of ``blocks``, which are in use or which ``lookup`` has found.
 
-        They leave the free blocks, so the request that hit them does not evict them.  Raises
-        OutOfBlocks, changing nothing, unless ``count`` more blocks are free.
+        They leave the free blocks, so the request that hit them does not evict them.
         """
         ref_counts = self.ref_counts
-        revived = [block for block in hits if not ref_counts[block]]
-        check_free(count + len(revived), self.num_free_blocks)
-        self.num_free_blocks -= len(revived)
-        if self._reports_requests:
-            self.policy.look_up(hashes)
+        revived = [block for block in blocks if not ref_counts[block]]
         if revived:
+            self.num_free_blocks -= len(revived)
             self.policy.pin_many(revived)
-        for block in hits:
-            ref_counts[block] += 1
-
-    def share(self, blocks: Sequence[int]) -> None:
-        """Add a user to each of ``blocks``, which are in use."""
-        ref_counts = self.ref_counts
         for block in blocks:
             ref_counts[block] += 1
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 import inspect
 
 from cache.checks import true_or_false
-from cache.managers.base import AllocStatus, CacheManager, CacheStats, UnsupportedByDesign
+from cache.managers.base import (
+    AllocStatus,
+    CacheManager,
+    CacheStats,
+    InterruptedChange,
+    UnsupportedByDesign,
+)
 from cache.managers.contiguous import Contiguous
 from cache.managers.nano_vllm import NanoVLLM
 from cache.managers.paged import Paged
@@ -71,6 +77,7 @@ __all__ = [
     "AllocStatus",
     "CacheManager",
     "CacheStats",
+    "InterruptedChange",
     "UnsupportedByDesign",
     "make_manager",
 ]

@@ -29,9 +29,13 @@ A scheduler calls ``find`` and ``admit``, so that it looks up each prefix once:
 A full block can be found from the call that gives its last token a slot, if its tokens are known by
 then, and otherwise from the next call about the sequence.
 
-A call that raises changes nothing, except that a sliding window of ``vllm_v1`` gives its blocks
-back first.  ``copies`` are valid until the next call that changes the manager.  Run them in order,
-before any K or V is written.  Copies for a sequence that is freed first need not be run.
+A call that raises changes nothing, with two exceptions.  A sliding window of ``vllm_v1`` gives its
+blocks back before it raises OutOfBlocks.  And a change that is interrupted cannot be undone: by an
+error of the policy in another method than ``tell``, ``look_up`` and ``expect``, or by a
+KeyboardInterrupt.  Then every further call raises InterruptedChange, which says what came.
+
+``copies`` are valid until the next call that changes the manager.  Run them in order, before any K
+or V is written.  Copies for a sequence that is freed first need not be run.
 """
 
 from __future__ import annotations
@@ -72,6 +76,33 @@ class UnsupportedByDesign(NotImplementedError):
         super().__init__(f"the design of manager {manager!r} does not offer {feature}")
 
 
+class InterruptedChange(RuntimeError):
+    """An error came while a call changed the manager, which is of no use since then."""
+
+    def __init__(self, manager: CacheManager) -> None:
+        super().__init__(
+            f"{manager.interruption} interrupted a change of this manager, so it cannot say any "
+            "more which blocks hold what; make a new one"
+        )
+
+
+class _Change:
+    """Encloses a change of ``manager``, which is inconsistent while ``interruption`` is set."""
+
+    def __init__(self, manager: CacheManager) -> None:
+        self._manager = manager
+
+    def __enter__(self) -> None:
+        if self._manager.interruption:
+            raise InterruptedChange(self._manager)
+
+    def __exit__(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
+        if error is None:
+            self._manager.interruption = ""
+        elif self._manager.interruption:
+            self._manager.interruption = repr(error)
+
+
 @dataclass(frozen=True, slots=True)
 class CacheStats:
     """Counters of a manager since it was made.
@@ -106,6 +137,9 @@ class CacheStats:
         return self.hit_blocks / self.queried_blocks if self.queried_blocks else 0.0
 
 
+MIDDLE = "an interrupt"
+"""``interruption`` from the first step of a change to the last."""
+
 GIVEN_BACK = -1
 """Replaces a block id in a table when the block is behind the sliding window of later queries."""
 
@@ -120,6 +154,8 @@ class Hit(NamedTuple):
     """Private to the design."""
     version: int = 0
     """State of the manager in which it was found."""
+    seq: Sequence | None = None
+    """The sequence whose prefix it is."""
 
 
 NOTHING = Hit()
@@ -135,6 +171,8 @@ class Table:
     """True if the blocks are in host memory."""
     room: int = 0
     """Up to this number of tokens ``append`` changes nothing but the count.  Set by ``_extend``."""
+    num_lookahead_tokens: int = 0
+    """Slots to give beyond the last token."""
 
 
 class CacheManager(abc.ABC):
@@ -166,11 +204,17 @@ class CacheManager(abc.ABC):
     can_swap: bool = False
     """Whether the design has host blocks of its own and moves sequences there."""
 
+    can_look_ahead: bool = False
+    """Whether a call can also give slots to draft tokens, ``num_lookahead_tokens``."""
+
     can_reset: bool = False
     """Whether cached content can be dropped."""
 
     clock: Callable[[], float] | None = None
     """Returns the time for policies, in seconds; set by an engine.  None: time is unknown."""
+
+    interruption: str
+    """What came in the middle of a change; empty while the state is whole."""
 
     _listener: Callable[[Request], None] | None = None
     """The policy's ``tell``; None if the policy does not override it."""
@@ -191,6 +235,8 @@ class CacheManager(abc.ABC):
         self._preempted: set[Hashable] = set()  # ids of sequences that are to resume
         self._counts = dict.fromkeys(CacheStats.__dataclass_fields__, 0)
         self._version = 0  # rises when hits become stale
+        self.interruption = ""
+        self._change = _Change(self)
 
     def __repr__(self) -> str:
         return (
@@ -210,13 +256,15 @@ class CacheManager(abc.ABC):
 
         At least one token is left to compute.
         """
+        if self.interruption:
+            raise InterruptedChange(self)
         if not self.enable_prefix_caching:
             return NOTHING
         longest = self._most_hits(seq)
         if limit is not None:
             longest = min(longest, at_least(0, "limit", limit))
         blocks, where = self._match(seq, longest)
-        return Hit(blocks, len(blocks) * self.block_size, where, self._version)
+        return Hit(blocks, len(blocks) * self.block_size, where, self._version, seq)
 
     def _most_hits(self, seq: Sequence) -> int:
         """Most blocks that a hit of ``seq`` can have."""
@@ -232,6 +280,8 @@ class CacheManager(abc.ABC):
 
         ``hit`` is the result of ``find``; None to look it up.
         """
+        if self.interruption:
+            raise InterruptedChange(self)
         needed = -(-len(seq.token_ids) // self.block_size)
         if needed > self.num_blocks:
             return AllocStatus.NEVER
@@ -241,16 +291,19 @@ class CacheManager(abc.ABC):
             needed -= len(hit.blocks) - self._num_idle(hit)
         return AllocStatus.OK if needed <= free else AllocStatus.LATER
 
-    def admit(self, seq: Sequence, hit: Hit, end: int) -> Copies:
+    def admit(self, seq: Sequence, hit: Hit, end: int, num_lookahead_tokens: int = 0) -> Copies:
         """Start ``seq`` with the cached prefix ``hit`` and give slots to its tokens before ``end``.
 
-        Returns the copies to make before K/V of the tokens from ``hit.num_tokens`` on are written.
-        There is at least one such token.  Sets ``seq.num_cached_tokens`` and
-        ``seq.num_computed_tokens``.  Raises OutOfBlocks, and ValueError for an ``end`` out of range
-        and for a hit that was found before the manager changed.
+        ``num_lookahead_tokens``: see ``allocate_slots``.  Returns the copies to make before K/V of
+        the tokens from ``hit.num_tokens`` on are written.  There is at least one such token.  Sets
+        ``seq.num_cached_tokens`` and ``seq.num_computed_tokens``.  Raises OutOfBlocks, and
+        ValueError for an ``end`` out of range and for a hit that was found for another sequence or
+        before the manager changed.
         """
         if seq.seq_id in self._tables:
             raise ValueError(f"sequence {seq.seq_id!r} holds blocks already; free it first")
+        if hit.num_tokens and hit.seq is not seq:
+            raise ValueError(f"hit: it was found for {hit.seq!r}, needs find({seq!r})")
         if hit.num_tokens and hit.version != self._version:
             raise ValueError("hit: the manager has changed since it was found; call find again")
         if not (isinstance(end, Integral) and hit.num_tokens < end <= len(seq.token_ids)):
@@ -258,18 +311,21 @@ class CacheManager(abc.ABC):
                 f"end={end!r}: needs an int from {hit.num_tokens + 1} to {len(seq.token_ids)}"
             )
         end, table = int(end), self._table_class(seq)
-        copies = self._begin(table, hit, end)
-        self._tables[seq.seq_id] = table
-        self._version += 1
+        if num_lookahead_tokens != 0:
+            table.num_lookahead_tokens = _lookahead(self, num_lookahead_tokens)
         counts, kind = self._counts, "resumed_" if seq.seq_id in self._preempted else ""
-        self._preempted.discard(seq.seq_id)
-        counts["num_resumptions" if kind else "num_allocations"] += 1
-        counts[f"{kind}queried_tokens"] += len(seq.token_ids)
-        counts[f"{kind}queried_blocks"] += len(seq.token_ids) // self.block_size
-        counts[f"{kind}hit_tokens"] += hit.num_tokens
-        counts[f"{kind}hit_blocks"] += len(hit.blocks)
-        seq.num_cached_tokens, seq.num_computed_tokens = hit.num_tokens, end
-        seq.table_version += 1
+        with self._change:
+            copies = self._begin(table, hit, end)
+            self._tables[seq.seq_id] = table
+            self._version += 1
+            self._preempted.discard(seq.seq_id)
+            counts["num_resumptions" if kind else "num_allocations"] += 1
+            counts[f"{kind}queried_tokens"] += len(seq.token_ids)
+            counts[f"{kind}queried_blocks"] += len(seq.token_ids) // self.block_size
+            counts[f"{kind}hit_tokens"] += hit.num_tokens
+            counts[f"{kind}hit_blocks"] += len(hit.blocks)
+            seq.num_cached_tokens, seq.num_computed_tokens = hit.num_tokens, end
+            seq.table_version += 1
         return copies
 
     def allocate(self, seq: Sequence) -> int:
@@ -278,11 +334,15 @@ class CacheManager(abc.ABC):
         self.admit(seq, hit, len(seq.token_ids))
         return hit.num_tokens
 
-    def append(self, seq: Sequence, end: int | None = None) -> Copies:
+    def append(
+        self, seq: Sequence, end: int | None = None, num_lookahead_tokens: int = 0
+    ) -> Copies:
         """Give slots to the tokens of ``seq`` that have none, or only to those before ``end``.
 
-        There must be at least one.  Returns and raises as ``allocate_slots`` does.
+        There must be at least one.  Takes, returns and raises what ``allocate_slots`` does.
         """
+        if self.interruption:
+            raise InterruptedChange(self)
         table = self._tables.get(seq.seq_id)
         if table is None or table.is_swapped_out:
             table = self._table_on_device(seq)  # raises
@@ -297,29 +357,51 @@ class CacheManager(abc.ABC):
             seq.num_cached_tokens, seq.num_computed_tokens = table.seq.num_cached_tokens, start
             seq.table_version += 1
             table.seq = seq
+        if num_lookahead_tokens != 0:
+            num_lookahead_tokens = _lookahead(self, num_lookahead_tokens)
         copies: Copies = []
-        if end > table.room:
-            copies = self._extend(table, start, end)
-            self._version += 1
-            if copies or -(-end // self.block_size) > -(-start // self.block_size):
-                seq.table_version += 1
-        seq.num_computed_tokens = end
+        if end + num_lookahead_tokens > table.room:
+            table.num_lookahead_tokens = num_lookahead_tokens
+            num_blocks = len(table.blocks)
+            with self._change:
+                copies = self._extend(table, start, end)
+                self._version += 1
+                if (
+                    copies
+                    or len(table.blocks) != num_blocks
+                    or -(-end // self.block_size) > -(-start // self.block_size)
+                ):
+                    seq.table_version += 1
+                seq.num_computed_tokens = end
+        else:
+            seq.num_computed_tokens = end
         return copies
 
-    def can_append(self, seq: Sequence) -> bool:
-        """Whether ``append(seq)`` would find enough free blocks.  Changes nothing."""
+    def can_append(self, seq: Sequence, num_lookahead_tokens: int = 0) -> bool:
+        """Whether ``append`` would find enough free blocks.  Changes nothing."""
         table = self._table_on_device(seq)
-        return self._num_needed(table, len(seq.token_ids)) <= self.num_free_blocks
+        end = len(seq.token_ids) + _lookahead(self, num_lookahead_tokens)
+        return self._num_needed(table, end) <= self.num_free_blocks
 
     def allocate_slots(
-        self, seq: Sequence, num_new_tokens: int, computed_blocks: Items[int] = ()
+        self,
+        seq: Sequence,
+        num_new_tokens: int,
+        computed_blocks: Items[int] = (),
+        num_lookahead_tokens: int = 0,
     ) -> Copies:
         """Give slots to the next ``num_new_tokens`` tokens of ``seq``.
 
-        A new sequence starts with ``computed_blocks``, from ``get_computed_blocks``.  Returns the
-        (src, dst) blocks to copy before K/V of the tokens are written.  Sets
-        ``seq.num_computed_tokens``.  Raises OutOfBlocks, and ValueError for a number out of range
-        and for blocks that do not hold the prefix.
+        A new sequence starts with ``computed_blocks``, from ``get_computed_blocks``.
+
+        ``num_lookahead_tokens`` drafts, which ``seq`` does not have, get the slots behind them, as
+        in vLLM v1.  Their blocks cannot be found.  Append the drafts that are accepted; the next
+        call counts them.  The slots of rejected drafts are written again: no call rolls them back.
+
+        Returns the (src, dst) blocks to copy before K/V of the tokens are written.  Sets
+        ``seq.num_computed_tokens``.  Raises OutOfBlocks, UnsupportedByDesign for lookahead tokens
+        with another design than ``vllm_v1``, and ValueError for a number out of range and for
+        blocks that do not hold the prefix.
         """
         table = self._tables.get(seq.seq_id)
         if table is None:
@@ -339,7 +421,7 @@ class CacheManager(abc.ABC):
                     f"computed_blocks: sequence {seq.seq_id!r} has blocks already, and these can "
                     "only go in front of its first chunk"
                 )
-            return self.append(seq, end)
+            return self.append(seq, end, num_lookahead_tokens)
         if end < len(seq.token_ids) and not self.can_chunk:
             raise UnsupportedByDesign(
                 self.name, f"chunks ({num_new_tokens} of {seq.num_tokens - start} tokens)"
@@ -350,7 +432,7 @@ class CacheManager(abc.ABC):
                 f"computed_blocks={list(computed_blocks)}: these do not hold the prefix of "
                 f"sequence {seq.seq_id!r} (any more); call get_computed_blocks again"
             )
-        return self.admit(seq, hit, end)
+        return self.admit(seq, hit, end, num_lookahead_tokens)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let ``child`` share the blocks of all tokens that ``parent`` has stored.
@@ -365,11 +447,13 @@ class CacheManager(abc.ABC):
         stored = table.seq.num_computed_tokens
         _check_shares_content(parent, child, stored)
         copy = self._table_class(child)
-        self._share(table, copy)
-        self._tables[child.seq_id] = copy
-        self._version += 1
-        child.num_cached_tokens = child.num_computed_tokens = stored
-        child.table_version += 1
+        with self._change:
+            self.interruption = MIDDLE
+            self._share(table, copy)
+            self._tables[child.seq_id] = copy
+            self._version += 1
+            child.num_cached_tokens = child.num_computed_tokens = stored
+            child.table_version += 1
 
     def free(self, seq: Sequence, is_finished: bool = True) -> None:
         """Take back the blocks of ``seq``, which is finished or, if not, preempted.
@@ -379,14 +463,20 @@ class CacheManager(abc.ABC):
         table = self._table_of(seq)
         hints = table.seq.hints if is_finished else ()
         self._notify_policy(table.seq, table.seq.num_tokens - table.seq.num_prompt_tokens, hints)
-        self._release(table)
-        del self._tables[seq.seq_id]
-        if not is_finished:
-            self._preempted.add(seq.seq_id)
-        self._version += 1
-        for freed in {table.seq, seq}:
-            freed.num_cached_tokens = freed.num_computed_tokens = 0
-            freed.table_version += 1
+        with self._change:
+            self.interruption = MIDDLE
+            self._release(table)
+            del self._tables[seq.seq_id]
+            if not is_finished:
+                self._preempted.add(seq.seq_id)
+            self._version += 1
+            for freed in {table.seq, seq}:
+                freed.num_cached_tokens = freed.num_computed_tokens = 0
+                freed.table_version += 1
+
+    def drop(self, seq: Sequence) -> None:
+        """Forget that ``seq``, which was preempted and holds no blocks, is to resume."""
+        self._preempted.discard(seq.seq_id)
 
     def block_table(self, seq: Sequence) -> list[int]:
         """The block ids of ``seq`` in the order of its tokens; a copy.
@@ -426,8 +516,10 @@ class CacheManager(abc.ABC):
         self._refuse_unless(self.can_reset, "reset_prefix_cache")
         if self._tables:
             return False
-        self._forget()
-        self._version += 1
+        with self._change:
+            self.interruption = MIDDLE
+            self._forget()
+            self._version += 1
         return True
 
     @property
@@ -461,6 +553,7 @@ class CacheManager(abc.ABC):
 
         For tests and debugging: O(num_blocks).
         """
+        require(not self.interruption, f"a change was interrupted by {self.interruption}")
         for seq_id, table in self._tables.items():
             blocks, stored = table.blocks, table.seq.num_computed_tokens
             held = [block for block in blocks if block != GIVEN_BACK]
@@ -472,6 +565,8 @@ class CacheManager(abc.ABC):
 
     def _table_of(self, seq: Sequence) -> Any:
         """The table of ``seq``; ValueError if it holds no blocks."""
+        if self.interruption:
+            raise InterruptedChange(self)
         table = self._tables.get(seq.seq_id)
         if table is None:
             raise ValueError(f"sequence {seq.seq_id!r} holds no blocks")
@@ -501,8 +596,8 @@ class CacheManager(abc.ABC):
     def _extend(self, table: Any, start: int, end: int) -> Copies:
         """Give ``table`` the blocks of its tokens before ``end``; those from ``start`` are new.
 
-        Returns the copies to make before the new tokens are written.  Raises OutOfBlocks before it
-        takes any block.
+        Returns the copies to make before the new tokens are written.  Raises OutOfBlocks, or else
+        sets ``interruption`` to MIDDLE before it takes a block.
         """
 
     @abc.abstractmethod
@@ -534,6 +629,13 @@ class CacheManager(abc.ABC):
     def _num_blocks_for(self, num_slots: int) -> int:
         """Length of a table of ``num_slots`` slots."""
         return -(-num_slots // self.block_size)
+
+
+def _lookahead(manager: CacheManager, num_tokens: int) -> int:
+    """``num_lookahead_tokens``, checked."""
+    if num_tokens != 0 and not manager.can_look_ahead:
+        raise UnsupportedByDesign(manager.name, "num_lookahead_tokens")
+    return at_least(0, "num_lookahead_tokens", num_tokens)
 
 
 def _check_shares_content(parent: Sequence, child: Sequence, num_tokens: int) -> None:

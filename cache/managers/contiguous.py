@@ -10,7 +10,15 @@ from cache.blocks.buddy import BuddyAllocator
 from cache.blocks.memory_usage import MemoryUsage
 from cache.blocks.sequence import Sequence
 from cache.checks import at_least, callable_or_none, require
-from cache.managers.base import AllocStatus, CacheManager, Copies, Hit, Table
+from cache.managers.base import (
+    MIDDLE,
+    AllocStatus,
+    CacheManager,
+    Copies,
+    Hit,
+    InterruptedChange,
+    Table,
+)
 
 Reservation = Literal["max", "pow2", "oracle"]
 
@@ -79,7 +87,7 @@ class Contiguous(CacheManager):
         longest = self._buddy.longest_possible_run * self.block_size
         self.reservation = reservation
         self.max_model_len = at_least(
-            1, "max_model_len", longest if max_model_len is None else max_model_len
+            1, "max_model_len", longest if max_model_len is None else max_model_len, 1 << 62
         )
         if self.max_model_len > longest:
             raise ValueError(
@@ -89,6 +97,8 @@ class Contiguous(CacheManager):
         self._final_length = final_length
 
     def can_allocate(self, seq: Sequence, hit: Hit | None = None) -> AllocStatus:
+        if self.interruption:
+            raise InterruptedChange(self)
         if seq.num_tokens > self.max_model_len:
             return AllocStatus.NEVER
         needed = self._run_length(self._reservation(seq)[0])
@@ -148,6 +158,8 @@ class Contiguous(CacheManager):
     def _begin(self, run: _Run, hit: Hit, end: int) -> Copies:
         reserved, run.max_tokens = self._reservation(run.seq)
         num_blocks = self._run_length(reserved)
+        if num_blocks <= self._buddy.longest_run:
+            self.interruption = MIDDLE
         run.start = self._buddy.allocate(num_blocks)
         run.num_reserved = reserved
         self._counts["allocated_blocks"] += num_blocks
@@ -165,6 +177,8 @@ class Contiguous(CacheManager):
         """Enlarge the reservation of ``run``; returns the copies if it moves."""
         reserved, expected = self._reservation(run.seq)
         before, after = self._run_length(run.num_reserved), self._run_length(reserved)
+        if self._buddy.can_grow(run.start, after):
+            self.interruption = MIDDLE
         start = self._buddy.grow(run.start, after)
         copies: Copies = []
         if start == run.start:

@@ -9,7 +9,7 @@ from cache.blocks.memory_usage import MemoryUsage
 from cache.blocks.pool import check_free
 from cache.blocks.sequence import Sequence
 from cache.checks import at_least, require
-from cache.managers.base import CacheManager, Copies, Table
+from cache.managers.base import MIDDLE, CacheManager, Copies, Table
 
 
 class Paged(CacheManager):
@@ -72,6 +72,7 @@ class Paged(CacheManager):
         free = self._free
         count = max(0, self._num_blocks_for(end) - len(table.blocks))
         check_free(count, len(free))
+        self.interruption = MIDDLE
         split = len(free) - count
         table.blocks += free[split:]
         del free[split:]

@@ -8,10 +8,10 @@ from itertools import chain
 from typing import ClassVar
 
 from cache.blocks.hashing import BlockHasher, collision_free_hasher
-from cache.blocks.pool import BlockPool
+from cache.blocks.pool import BlockPool, check_free
 from cache.blocks.sequence import Sequence
 from cache.checks import require, true_or_false
-from cache.managers.base import GIVEN_BACK, CacheManager, Copies, Hit, Table
+from cache.managers.base import GIVEN_BACK, MIDDLE, CacheManager, Copies, Hit, Table
 from cache.policies import as_policy
 from cache.policies.base import EvictionPolicy, listener
 
@@ -110,11 +110,15 @@ class PooledManager(CacheManager):
     def _begin(self, table: PooledTable, hit: Hit, end: int) -> Copies:
         num_hits, num_given_back = len(hit.blocks), hit.blocks.count(GIVEN_BACK)  # these come first
         held = hit.blocks[num_given_back:]
-        hashes = self._hasher.block_hashes(table.seq) if self.enable_prefix_caching else ()
-        hashes = hashes[: self._most_hits(table.seq)]
-        self.pool.revive(held, self._num_blocks_of(table, 0, end) - num_hits, hashes)
+        needed = self._num_blocks_of(table, 0, end) - num_hits + self.pool.num_revived(held)
+        check_free(needed, self.pool.num_free_blocks)
+        if self.pool.reports_requests:
+            hashes = self._hasher.block_hashes(table.seq) if self.enable_prefix_caching else ()
+            self.pool.policy.look_up(hashes[: self._most_hits(table.seq)])
         if self._listener:
             self._notify_policy(table.seq)
+        self.interruption = MIDDLE
+        self.pool.share(held)
         table.blocks = list(hit.blocks)
         table.num_cached_blocks = num_hits
         table.num_given_back = num_given_back
@@ -135,6 +139,8 @@ class PooledManager(CacheManager):
             hashes = self._hasher.block_hashes(table.seq)
             last = min(end // self.block_size, len(hashes))
         if last > first or num_blocks > len(table.blocks):
+            check_free(num_blocks - len(table.blocks), self.pool.num_free_blocks)
+            self.interruption = MIDDLE
             self.pool.extend(table.blocks, num_blocks, hashes, first, last)
             table.num_cached_blocks = last
 

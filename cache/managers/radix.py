@@ -11,7 +11,7 @@ from itertools import chain
 from cache.blocks.pool import check_free
 from cache.blocks.sequence import Sequence
 from cache.checks import require
-from cache.managers.base import CacheManager, Copies, Hit, Table, UnsupportedByDesign
+from cache.managers.base import MIDDLE, CacheManager, Copies, Hit, Table, UnsupportedByDesign
 from cache.managers.radix_tree import Match, RadixKey, RadixNode, RadixTree
 from cache.policies import as_policy
 from cache.policies.base import EvictionPolicy, listener
@@ -126,6 +126,7 @@ class Radix(CacheManager):
             self._num_blocks_for(end) - len(hit.blocks) + self._num_idle(hit), self.num_free_blocks
         )
         self._notify_policy(table.seq)
+        self.interruption = MIDDLE
         table.num_prompt_tokens = len(table.seq.token_ids)
         table.node = self.tree.root
         if hit.blocks:
@@ -138,6 +139,7 @@ class Radix(CacheManager):
         position, offset = divmod(start, self.block_size)
         writes_to_shared = offset > 0 and self._is_shared(table.blocks[position])
         check_free(missing + writes_to_shared, self.num_free_blocks)
+        self.interruption = MIDDLE
         copies: Copies = []
         if writes_to_shared:
             shared = table.blocks[position]
@@ -188,7 +190,7 @@ class Radix(CacheManager):
             table.num_in_tree += len(filled)
 
     def _own_full_blocks(self, table: _Table, end: int) -> array:
-        """Full blocks of known tokens before ``end``, outside the tree, up to one that forks share."""
+        """Full known blocks before ``end``, outside the tree, up to one that a fork shares."""
         if not self.enable_prefix_caching:
             return array("i")
         end = min(end, len(table.seq.token_ids) - table.seq.num_unknown_tokens)

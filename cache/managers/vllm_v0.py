@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import chain
 from numbers import Real
 
 from cache.blocks.hashing import collision_free_hasher
@@ -13,10 +13,12 @@ from cache.blocks.pool import check_free
 from cache.blocks.sequence import Sequence
 from cache.checks import at_least, callable_or_none, require
 from cache.managers.base import (
+    MIDDLE,
     AllocStatus,
     CacheManager,
     Copies,
     Hit,
+    InterruptedChange,
     Table,
     UnsupportedByDesign,
 )
@@ -129,8 +131,8 @@ class VLLMv0(CacheManager):
             self.gpu = BlockAllocator(self.num_blocks, None)
             self.cpu = BlockAllocator(self.num_cpu_blocks, None)
         self.gpu.counts = self._counts
-        self._clock = count(1).__next__ if clock is None else clock
-        self._placeholders = count()
+        self._clock = self._next_number if clock is None else clock
+        self._num_given = 0  # placeholders, and times without a clock
 
     def can_allocate(self, seq: Sequence, hit: Hit | None = None) -> AllocStatus:
         """OK, LATER or NEVER by the watermark; ``allocate`` may succeed although it is not OK."""
@@ -139,8 +141,10 @@ class VLLMv0(CacheManager):
     def mark_blocks_as_computed(self, seq: Sequence) -> None:
         """Mark the full blocks of ``seq`` as computed: its scheduled step is over."""
         table = self._table_on_device(seq)
-        self._name(table)
-        self._mark_as_computed(table)
+        with self._change:
+            self._name(table)
+            self.interruption = MIDDLE
+            self._mark_as_computed(table)
 
     def block_table(self, seq: Sequence) -> list[int]:
         """The block ids of ``seq`` in the order of its tokens; CPU blocks while swapped out."""
@@ -151,14 +155,18 @@ class VLLMv0(CacheManager):
     def swap_out(self, seq: Sequence) -> Copies:
         table = self._table_on_device(seq)
         check_free(self._num_missing_there(table, self.gpu, self.cpu), self.cpu.num_free_blocks)
-        self._name(table)
-        self._mark_as_computed(table)
-        return self._move(table, self.gpu, self.cpu)
+        with self._change:
+            self._name(table)
+            self.interruption = MIDDLE
+            self._mark_as_computed(table)
+            return self._move(table, self.gpu, self.cpu)
 
     def swap_in(self, seq: Sequence) -> Copies:
         table = self._table_on_host(seq)
         check_free(self._num_missing_there(table, self.cpu, self.gpu), self.gpu.num_free_blocks)
-        return self._move(table, self.cpu, self.gpu)
+        with self._change:
+            self.interruption = MIDDLE
+            return self._move(table, self.cpu, self.gpu)
 
     def can_swap_out(self, seq: Sequence) -> bool:
         table = self._table_on_device(seq)
@@ -213,6 +221,8 @@ class VLLMv0(CacheManager):
             self._notify_policy(table.seq)
             if self.enable_prefix_caching:
                 self.gpu.evictor.look_up(self._hashes(table.seq)[: self._most_hits(table.seq)])
+        now = self._clock()
+        self.interruption = MIDDLE
         self._mark_as_computed(table)
         hits = [growth for growth in plan if growth[-1] is not None]
         for position, _, own, _ in hits:  # order: frees, then hits, then new blocks
@@ -229,7 +239,7 @@ class VLLMv0(CacheManager):
                 table.blocks.append(self._take(table, position, key))
             else:
                 copies += self._write_to(table, position, key, own)
-        table.last_accessed = self._clock()
+        table.last_accessed = now
         known = len(table.seq.token_ids) - table.seq.num_unknown_tokens
         table.num_named_tokens = min(end, known)
         return copies
@@ -299,7 +309,7 @@ class VLLMv0(CacheManager):
     def _take(self, table: _Table, position: int, key: bytes | None) -> int:
         """A new block for position ``position`` of ``table``."""
         if key is None:
-            return self.gpu.take(next(self._placeholders), None, position)
+            return self.gpu.take(self._next_number(), None, position)
         return self.gpu.take(key, self._key_before(table, position), position)
 
     def _write_to(self, table: _Table, position: int, key: bytes | None, own: int) -> Copies:
@@ -315,8 +325,12 @@ class VLLMv0(CacheManager):
             gpu.rename(own, key, self._key_before(table, position), position)
             gpu.computed[own] = (position + 1) * self.block_size <= table.seq.num_computed_tokens
         elif self.cpu.find(gpu.keys[own]) is not None:  # its CPU copy will differ from now on
-            gpu.rename(own, next(self._placeholders), None, position)
+            gpu.rename(own, self._next_number(), None, position)
         return []
+
+    def _next_number(self) -> int:
+        self._num_given += 1
+        return self._num_given
 
     def _key_before(self, table: _Table, position: int) -> ContentKey | None:
         return self.gpu.keys[table.blocks[position - 1]] if position else None
@@ -360,6 +374,8 @@ class VLLMv0(CacheManager):
             table.num_computed_blocks = last
 
     def _status(self, needed: int) -> AllocStatus:
+        if self.interruption:
+            raise InterruptedChange(self)
         if self.num_blocks - needed < self.watermark_blocks:
             return AllocStatus.NEVER
         if self.gpu.num_free_blocks - needed >= self.watermark_blocks:

@@ -78,7 +78,6 @@ class BlockAllocator:
         ref_counts: number of tables that hold each block; read-only to others.
         keys: content key of each block, None for a block without content; read-only to others.
         computed: 1 for blocks whose content was computed by a finished step.
-        find: maps a content key to its block, in use or with the evictor; None if there is none.
         counts: ``allocated_blocks``, and how many of them lost a hash (``evicted_blocks``).
     """
 
@@ -95,7 +94,6 @@ class BlockAllocator:
         if evictor is not None:
             self._stack.reverse()
         self._index: dict[ContentKey, int] = {}
-        self.find = self._index.get
         self._touch = evictor.touch if isinstance(evictor, LRUEvictor) else None
         self._queue_uncached = self._touch is not None
 
@@ -104,6 +102,10 @@ class BlockAllocator:
         """Blocks without a user, with the evictor or not."""
         released = 0 if self.evictor is None else len(self.evictor)
         return len(self._stack) + released
+
+    def find(self, key: ContentKey) -> int | None:
+        """The block with the content ``key``, in use or with the evictor; None if there is none."""
+        return self._index.get(key)
 
     def free_blocks(self) -> list[int]:
         """Blocks without a user, in the order in which they would be taken now."""

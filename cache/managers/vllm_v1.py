@@ -5,7 +5,7 @@ from __future__ import annotations
 from cache.blocks.pool import check_free
 from cache.blocks.sequence import Sequence
 from cache.checks import at_least
-from cache.managers.base import GIVEN_BACK, Copies
+from cache.managers.base import GIVEN_BACK, MIDDLE, Copies
 from cache.managers.pooled import PooledManager, PooledTable
 from cache.policies.base import EvictionPolicy
 
@@ -39,6 +39,7 @@ class VLLMv1(PooledManager):
 
     name = "vllm_v1"
     can_fork = True
+    can_look_ahead = True
     can_reset = True
 
     def __init__(
@@ -84,19 +85,22 @@ class VLLMv1(PooledManager):
 
     def _extend(self, table: PooledTable, start: int, end: int) -> Copies:
         pool, blocks, size = self.pool, table.blocks, self.block_size
+        num_blocks = -(-(end + table.num_lookahead_tokens) // size)
         if self.sliding_window is not None:
             self._give_back(table, start)
         copies: Copies = []
-        if start % size and pool.ref_counts[blocks[-1]] > 1:
-            shared = blocks[-1]
-            check_free(1 - (-end // size) - len(blocks), pool.num_free_blocks)
-            (blocks[-1],) = pool.allocate(1)
+        position = start // size
+        if start % size and pool.ref_counts[blocks[position]] > 1:
+            shared = blocks[position]
+            check_free(1 + max(0, num_blocks - len(blocks)), pool.num_free_blocks)
+            self.interruption = MIDDLE
+            (blocks[position],) = pool.allocate(1)
             pool.free([shared])
             self._counts["copied_blocks"] += 1
-            copies.append((shared, blocks[-1]))
-        self._fill(table, -(-end // size), end)
+            copies.append((shared, blocks[position]))
+        self._fill(table, num_blocks, end)
         if self.sliding_window is None:
-            table.room = size * len(blocks) - 1
+            table.room = min(len(blocks), end // size + 1) * size - 1
         return copies
 
     def _num_unseen(self, start: int) -> int:
@@ -106,12 +110,14 @@ class VLLMv1(PooledManager):
     def _give_back(self, table: PooledTable, start: int) -> None:
         first, end = table.num_given_back, self._num_unseen(start)
         if end > first:
-            self._fill(table, 0, start)  # caches a block whose last token was unknown until now
             self._notify_policy(table.seq)
-            self.pool.free(table.blocks[first:end])
-            table.blocks[first:end] = [GIVEN_BACK] * (end - first)
-            table.num_given_back = end
-            table.seq.table_version += 1
+            with self._change:
+                self._fill(table, 0, start)  # caches a block whose last token was unknown until now
+                self.interruption = MIDDLE
+                self.pool.free(table.blocks[first:end])
+                table.blocks[first:end] = [GIVEN_BACK] * (end - first)
+                table.num_given_back = end
+                table.seq.table_version += 1
 
     def _num_needed(self, table: PooledTable, end: int) -> int:
         needed = super()._num_needed(table, end)
@@ -126,7 +132,7 @@ class VLLMv1(PooledManager):
 
     def _share(self, table: PooledTable, copy: PooledTable) -> None:
         self._fill(table, 0, table.seq.num_computed_tokens)
-        copy.blocks = table.blocks.copy()
+        copy.blocks = table.blocks[: -(-table.seq.num_computed_tokens // self.block_size)]
         copy.num_cached_blocks = table.num_cached_blocks
         copy.num_given_back = table.num_given_back
         table.room = 0  # the next append may have to copy the last block

@@ -70,7 +70,7 @@ def test_calls_of_a_policy():
     pool.free(blocks)
     assert policy.calls == [("release", 2, 1, 0)]
     policy.calls.clear()
-    pool.revive([0])
+    pool.share([0])
     pool.extend([0], 2, [A, D], 1, 2)  # A is there; D takes the place of C
     assert policy.calls == [("pin", 0), ("miss", D), ("evict", 2), ("insert", 2, D, A, 1)]
 

@@ -17,12 +17,12 @@ from cache.serving.scheduler import Scheduler
 
 # Functions and files of ``cache`` that may run, comprehensions included.
 BARS = {
-    "contiguous": (18, 5),
-    "nano_vllm": (30, 7),
-    "paged": (14, 4),
-    "radix": (36, 7),
-    "vllm_v0": (36, 9),
-    "vllm_v1": (26, 7),
+    "contiguous": (22, 6),
+    "nano_vllm": (33, 8),
+    "paged": (18, 5),
+    "radix": (40, 7),
+    "vllm_v0": (41, 9),
+    "vllm_v1": (30, 8),
 }
 FOLDER = str(Path(cache.__file__).parent)
 
