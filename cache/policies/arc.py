@@ -23,45 +23,40 @@ class ARC(QueuePolicy):
         self._b1 = GhostList(self._capacity)
         self._b2 = GhostList(2 * self._capacity)
         self._p = 0.0
-        self._missed_in: GhostList | None = None
+        self._missed_in = 0  # 1: B1, 2: B2, 0: neither
 
     def miss(self, key: Hashable) -> None:
-        len_b1, len_b2 = len(self._b1), len(self._b2)
-        if self._b1.take(key) is not None:
-            self._missed_in = self._b1
+        len_b1, len_b2 = self._length(self._b1), self._length(self._b2)
+        self._missed_in = 0
+        if self._recall(self._b1, key):
+            self._missed_in = 1
             self._p = min(self._p + max(len_b2 / len_b1, 1), self._capacity)
-        elif self._b2.take(key) is not None:
-            self._missed_in = self._b2
+        elif self._recall(self._b2, key):
+            self._missed_in = 2
             self._p = max(self._p - max(len_b1 / len_b2, 1), 0)
-        else:
-            self._missed_in = None
-            return
-        self._returning[key] = 0
 
     def _admit(self, block: int) -> None:
-        returns = self._keys[block] in self._returning
-        self._move(block, self._t2 if returns else self._t1)
+        self._move(block, self._t2 if self._recalled(block) else self._t1)
 
     def _hit(self, block: int) -> None:
         self._move(block, self._t2)
 
     def _choose(self) -> int:
-        if self._missed_in is None:
-            if len(self._t1) + len(self._b1) >= self._capacity:
-                if not len(self._b1):
-                    return self._first_of(self._t1, self._t2)  # T1 fills the cache: no ghost
-                self._b1.forget_oldest()
+        if not self._missed_in:
+            len_t1, len_b1 = self._length(self._t1), self._length(self._b1)
+            if len_t1 + len_b1 >= self._capacity:
+                if not len_b1:
+                    return self._first_of((self._t1, self._t2))  # T1 fills the cache: no ghost
+                self._forget_oldest(self._b1)
             elif (
-                len(self._t1) + len(self._t2) + len(self._b1) + len(self._b2) >= 2 * self._capacity
+                len_t1 + self._length(self._t2) + len_b1 + self._length(self._b2)
+                >= 2 * self._capacity
             ):
-                self._b2.forget_oldest()
-        t1_is_long = len(self._t1) > self._p or (
-            self._missed_in is self._b2 and len(self._t1) == self._p
-        )
-        if t1_is_long:
-            block = self._first_of(self._t1, self._t2)
+                self._forget_oldest(self._b2)
+        t1_over = self._length(self._t1) - self._p
+        if t1_over > 0 or (self._missed_in == 2 and t1_over == 0):
+            block = self._first_of((self._t1, self._t2))
         else:
-            block = self._first_of(self._t2, self._t1)
-        ghosts = self._b1 if self._queue_of[block] is self._t1 else self._b2
-        ghosts.add(self._keys[block])
+            block = self._first_of((self._t2, self._t1))
+        self._remember(self._b1 if self._is_in(block, self._t1) else self._b2, block)
         return block

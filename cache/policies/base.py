@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import numpy as np
 
+    from cache.replay.operations import Operations
     from cache.traces.trace import Trace
 
 
@@ -158,6 +159,17 @@ class EvictionPolicy(abc.ABC):
         """``replay(trace, capacity)`` -> ``(hit_blocks, evictions)`` of each request, compiled.
 
         ``cache.simulate`` calls it instead of the methods above.  None: there is none.
+        """
+        if type(self).operations is EvictionPolicy.operations:
+            return None
+        from cache.replay.operations import replay_of  # numba is slow to import
+
+        return replay_of(self)
+
+    def operations(self, trace: Trace, capacity: int) -> Operations | None:
+        """The policy's methods and state for the compiled replay; None if they have no such form.
+
+        A class that overrides methods must not inherit those of its base.
         """
         return None
 

@@ -52,7 +52,8 @@ class MQ(QueuePolicy):
         self._expires[block] = self._time + self.life_time
         self._move(block, self._queues[level])
         for level in range(1, self.num_queues):
-            oldest = self._head(self._queues[level])
-            if oldest is not None and self._expires[oldest] < self._time:
-                self._expires[oldest] = self._time + self.life_time
-                self._move(oldest, self._queues[level - 1])
+            if self._length(self._queues[level]):
+                oldest = self._head(self._queues[level])
+                if self._expires[oldest] < self._time:
+                    self._expires[oldest] = self._time + self.life_time
+                    self._move(oldest, self._queues[level - 1])

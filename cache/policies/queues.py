@@ -5,10 +5,14 @@ from __future__ import annotations
 import abc
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable
+from typing import TYPE_CHECKING, Any
 
 from cache.policies.base import EvictionPolicy
+
+if TYPE_CHECKING:
+    from cache.replay.operations import Operations
+    from cache.traces.trace import Trace
 
 
 class Queue(OrderedDict[int, None]):
@@ -27,7 +31,10 @@ class QueuePolicy(EvictionPolicy):
     search for a victim that meets one at the head of its queue moves it to the end.
 
     A subclass that remembers evicted keys makes ``_ghosts`` in ``_reset``, adds to it in
-    ``_choose`` and finds in ``_returning`` what it held of a key that came back.
+    ``_choose`` (``_remember``) and finds what it held of a key that came back (``_recalled``).
+
+    The methods of built-in subclasses are compiled for the replay as they are.  They use numbers,
+    queues, ghosts, dicts by block, and the methods of this class.
     """
 
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
@@ -40,9 +47,15 @@ class QueuePolicy(EvictionPolicy):
         self._returning: dict[Hashable, int] = {}  # taken from the ghosts, to be admitted next
         self._reset()
 
+    def operations(self, trace: Trace, capacity: int) -> Operations | None:
+        if not type(self).__module__.startswith("cache.policies."):
+            return None
+        from cache.replay.compiled_queues import operations_of  # numba is slow to import
+
+        return operations_of(self, trace, capacity)
+
     def miss(self, key: Hashable) -> None:
-        if (value := self._ghosts.take(key)) is not None:
-            self._returning[key] = value
+        self._recall(self._ghosts, key)
 
     def insert(self, block: int, key: Hashable, parent: Hashable | None, depth: int) -> None:
         if block in self._keys:
@@ -137,27 +150,60 @@ class QueuePolicy(EvictionPolicy):
                 return block
             queue.move_to_end(block)
 
-    def _first_of(self, *queues: Queue) -> int:
+    def _first_of(self, queues: Iterable[Queue]) -> int:
         """The oldest released block of the first queue that has one."""
         for queue in queues:
-            block = self._oldest(queue)
-            if block is not None:
-                return block
+            if self._num_released(queue):
+                return self._oldest(queue)
         raise AssertionError("a released block is in none of the queues")
+
+    def _length(self, queue: Queue | GhostList) -> int:
+        return len(queue)
+
+    def _num_released(self, queue: Queue) -> int:
+        return queue.num_released
+
+    def _head(self, queue: Queue) -> int:
+        """The oldest block of ``queue``, in use or not."""
+        return next(iter(queue))
+
+    def _is_in(self, block: int, queue: Queue) -> bool:
+        return self._queue_of[block] is queue
+
+    def _in_use(self, block: int) -> bool:
+        return block in self._pinned
+
+    def _remember(self, ghosts: GhostList, block: int, value: int = 1) -> None:
+        """Add the content of ``block``, which is evicted next, to ``ghosts``."""
+        ghosts.add(self._keys[block], value)
+
+    def _recall(self, ghosts: GhostList, key: Hashable) -> bool:
+        """Take the missed ``key`` from ``ghosts``, if it is there."""
+        if (value := ghosts.take(key)) is None:
+            return False
+        self._returning[key] = value
+        return True
+
+    def _recalled(self, block: int) -> int:
+        """What the ghost of the new ``block`` held; 0 if it was not recalled."""
+        return self._returning.get(self._keys[block], 0)
+
+    def _forget_oldest(self, ghosts: GhostList) -> None:
+        ghosts.forget_oldest()
 
 
 class GhostList:
     """Keys of evicted blocks, the oldest forgotten first, each with a value."""
 
     def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
+        self.capacity = capacity
         self._values: OrderedDict[Hashable, Any] = OrderedDict()
 
     def add(self, key: Hashable, value: Any = 0) -> None:
         """Remember ``key`` as the newest, forgetting the oldest ones beyond the capacity."""
         self._values.pop(key, None)
         self._values[key] = value
-        while len(self._values) > self._capacity:
+        while len(self._values) > self.capacity:
             self.forget_oldest()
 
     def take(self, key: Hashable) -> Any:

@@ -49,13 +49,15 @@ class S3FIFO(QueuePolicy):
     def _choose(self) -> int:
         self._filling = False
         if self._length(self._main) <= self._main_size:
-            while (block := self._oldest(self._small)) is not None:
+            while self._num_released(self._small):
+                block = self._oldest(self._small)
                 if self._accesses[block] < self.promote_after:
                     self._remember(self._ghosts, block)
                     return block
                 self._accesses[block] = 0
                 self._move(block, self._main)
-        while (block := self._oldest(self._main)) is not None:
+        while self._num_released(self._main):
+            block = self._oldest(self._main)
             if not self._accesses[block]:
                 return block
             self._accesses[block] = min(self._accesses[block], 3) - 1

@@ -21,35 +21,35 @@ class Sieve(QueuePolicy):
         # A linked list, because the hand can be in the middle of it.
         self._newer: dict[int, int] = {_END: _END}
         self._older: dict[int, int] = {_END: _END}
-        self._visited: set[int] = set()
+        self._visited: dict[int, bool] = {}
         self._hand = _END
 
     def _admit(self, block: int) -> None:
         newest = self._older[_END]
         self._newer[newest] = self._older[_END] = block
         self._older[block], self._newer[block] = newest, _END
+        self._visited[block] = False
 
     def _settle(self, block: int) -> None:
         self._remove(block)
         self._admit(block)
 
     def _hit(self, block: int) -> None:
-        self._visited.add(block)
+        self._visited[block] = True
 
     def _choose(self) -> int:
         while True:
             if self._hand == _END:
                 self._hand = self._newer[_END]
             block = self._hand
-            if block not in self._pinned:
-                if block not in self._visited:
+            if not self._in_use(block):
+                if not self._visited[block]:
                     return block
-                self._visited.remove(block)
+                self._visited[block] = False
             self._hand = self._newer[block]
 
     def _remove(self, block: int) -> None:
-        older, newer = self._older.pop(block), self._newer.pop(block)
+        older, newer = self._older[block], self._newer[block]
         self._newer[older], self._older[newer] = newer, older
-        self._visited.discard(block)
         if self._hand == block:
             self._hand = newer

@@ -27,19 +27,21 @@ class SLRU(QueuePolicy):
         self._share = self._capacity // self.segments
 
     def _admit(self, block: int) -> None:
-        level = next((i for i, q in enumerate(self._queues) if len(q) < self._share), 0)
-        self._place(block, level)
+        for level in range(self.segments):
+            if self._length(self._queues[level]) < self._share:
+                return self._place(block, level)
+        self._place(block, 0)
 
     def _hit(self, block: int) -> None:
         level = min(self._level[block] + 1, self.segments - 1)
         self._place(block, level)
-        while level and len(self._queues[level]) > self._share:
-            oldest = next(iter(self._queues[level]))
+        while level and self._length(self._queues[level]) > self._share:
+            oldest = self._head(self._queues[level])
             level -= 1
             self._place(oldest, level)
 
     def _choose(self) -> int:
-        return self._first_of(*self._queues)
+        return self._first_of(self._queues)
 
     def _place(self, block: int, level: int) -> None:
         self._level[block] = level
