@@ -206,7 +206,7 @@ class VLLMv0(CacheManager):
 
     def _match(self, seq: Sequence, limit: int) -> tuple[list[int], None]:
         blocks: list[int] = []
-        find, computed = self.gpu.find, self.gpu.computed
+        find, computed = self.gpu.block_with, self.gpu.computed
         for key in self._hashes(seq)[:limit]:
             block = find(key)
             if block is None or not computed[block]:
@@ -285,7 +285,7 @@ class VLLMv0(CacheManager):
         first, last = table.num_named_tokens // self.block_size, (end - 1) // self.block_size
         hashes, blocks, ring = self._hashes(table.seq), table.blocks, self._window_blocks
         num_full = min(end // self.block_size, len(hashes))
-        plan, find = [], self.gpu.find
+        plan, find = [], self.gpu.block_with
         for position in range(first, last + 1)[:ring]:
             slot = position % ring if ring else position
             own = blocks[slot] if slot < len(blocks) else None
@@ -324,7 +324,7 @@ class VLLMv0(CacheManager):
         if key is not None:
             gpu.rename(own, key, self._key_before(table, position), position)
             gpu.computed[own] = (position + 1) * self.block_size <= table.seq.num_computed_tokens
-        elif self.cpu.find(gpu.keys[own]) is not None:  # its CPU copy will differ from now on
+        elif self.cpu.block_with(gpu.keys[own]) is not None:  # its CPU copy will differ from now on
             gpu.rename(own, self._next_number(), None, position)
         return []
 
@@ -338,7 +338,7 @@ class VLLMv0(CacheManager):
     def _move(self, table: _Table, source: BlockAllocator, target: BlockAllocator) -> Copies:
         """Replace the blocks of ``table`` in ``source`` by blocks of ``target``."""
         keys = [source.keys[block] for block in table.blocks]
-        found = [target.find(key) for key in keys]
+        found = [target.block_with(key) for key in keys]
         for block in found:
             if block is not None:
                 target.share(block)
@@ -362,7 +362,7 @@ class VLLMv0(CacheManager):
         self, table: _Table, source: BlockAllocator, target: BlockAllocator
     ) -> int:
         """Free blocks of ``target`` that moving ``table`` from ``source`` takes."""
-        found = [target.find(source.keys[block]) for block in table.blocks]
+        found = [target.block_with(source.keys[block]) for block in table.blocks]
         return sum(block is None or target.ref_counts[block] == 0 for block in found)
 
     def _mark_as_computed(self, table: _Table) -> None:

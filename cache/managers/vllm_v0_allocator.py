@@ -103,7 +103,7 @@ class BlockAllocator:
         released = 0 if self.evictor is None else len(self.evictor)
         return len(self._stack) + released
 
-    def find(self, key: ContentKey) -> int | None:
+    def block_with(self, key: ContentKey) -> int | None:
         """The block with the content ``key``, in use or with the evictor; None if there is none."""
         return self._index.get(key)
 
