@@ -17,6 +17,7 @@ from cache.policies.queues import GhostList, num_ghosts
 if TYPE_CHECKING:
     import numpy as np
 
+    from cache.replay.operations import Operations
     from cache.traces.trace import Trace
 
 NUM_BINS = 32
@@ -143,14 +144,21 @@ class ClassPolicy(EvictionPolicy):
         if block not in self._released:
             raise ValueError(f"pin: block {block} is not a released one")
         self._released.remove(block)
-        class_ = self._blocks[block].class_
-        blocks = self._classes[class_]
+        record = self._blocks[block]
+        blocks = self._classes[record.class_]
         is_oldest = block == next(iter(blocks))
         del blocks[block]
         if is_oldest and self._oldest is not None:
-            self._oldest.remove(class_)
-            if blocks:
-                self._rank(class_)
+            following = next(iter(blocks.values()), None)
+            # What was released with it and right after it has the same place among the classes.
+            if (
+                following is None
+                or following.number != record.number + 1
+                or following.released_ms != record.released_ms
+            ):
+                self._oldest.remove(record.class_)
+                if following:
+                    self._rank(record.class_)
 
     def _rank(self, class_: int) -> None:
         """Enter a class that has blocks into ``_oldest``."""
@@ -213,12 +221,12 @@ class ClassPolicy(EvictionPolicy):
     def __len__(self) -> int:
         return len(self._released)
 
-    def compiled_replay(self) -> Callable[[Trace, int], tuple[np.ndarray, np.ndarray]] | None:
+    def operations(self, trace: Trace, capacity: int) -> Operations | None:
         if any(getattr(type(self), name) is not getattr(ClassPolicy, name) for name in _COMPILED):
             return None
-        from cache.replay.compiled_classes import replay_of  # numba is slow to import
+        from cache.replay.compiled_classes import operations_of  # numba is slow to import
 
-        return replay_of(self)
+        return operations_of(self, trace, capacity)
 
 
 _COMPILED = {"start", "tell", "look_up", "miss", "insert", "pin", "release", "release_many"}

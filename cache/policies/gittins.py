@@ -57,15 +57,18 @@ class Gittins(ClassPolicy):
                 back = returned[begin : begin + _GROUP, bin_]
                 reached += back
                 of_group = back.sum() / (reached.sum() + _SHRINKAGE)
-                for place in range(_GROUP):
+                for place in range(_GROUP if of_group else 0):
                     returns = back[place] + _SHRINKAGE * of_group
                     hazards[begin + place, bin_] = returns / (reached[place] + _SHRINKAGE)
         for class_ in range(len(gone)):
             row = [float(hazard) for hazard in hazards[class_]]  # numpy's numbers are slow
+            end = NUM_BINS
+            while end and row[end - 1] == 0.0:
+                end -= 1
             for age in range(NUM_BINS):
                 out, space = 1.0, 0.0
                 index = float(worths[class_ - _GROUP, age]) if class_ >= 2 * _GROUP else 0.0
-                for bin_ in range(age, NUM_BINS):
+                for bin_ in range(age, end):
                     space += BIN_WIDTHS[bin_] * out * (1.0 - row[bin_] / 2.0)
                     out *= 1.0 - row[bin_]
                     if 1.0 - out > index * space:

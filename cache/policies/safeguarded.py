@@ -44,16 +44,24 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
     def _reset(self) -> None:
         self._balance = 0.0
         self._missing: set[Hashable] = set()
-        self._lru: OrderedDict[Hashable, None] = OrderedDict()
+        self._lru: OrderedDict[Hashable, None] = OrderedDict()  # what LRU holds and may evict,
+        self._in_use: set[Hashable] = set()  # and may not: on no call the oldest of many
         self._awaited: set[Hashable] = set()  # LRU holds or gets it; here it is to be inserted
 
     def look_up(self, keys: Sequence[Hashable]) -> None:
         super().look_up(keys)
-        hits = sum(key in self._with_key for key in keys)
-        self._balance += hits - sum(key in self._lru for key in keys) + self.budget * len(keys)
+        lru, in_use, pool = self._lru, self._in_use, self._with_key
+        absent = [key for key in keys if key not in pool]
+        held = sum([key in lru or key in in_use for key in keys])
+        self._balance += len(keys) - len(absent) - held + self.budget * len(keys)
         self._balance = min(self._balance, self._capacity)
-        self._awaited = set(keys) - self._with_key.keys()
-        self._use(keys)
+        self._awaited = set(absent)
+        self._missing.difference_update(absent)
+        for key in reversed(keys):
+            if key not in in_use:
+                lru[key] = None
+                lru.move_to_end(key)
+        self._shrink(self._capacity)
 
     def miss(self, key: Hashable) -> None:
         super().miss(key)
@@ -61,30 +69,27 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
             self._lru.move_to_end(key)
             self._awaited.add(key)
 
-    def _use(self, keys: Sequence[Hashable]) -> None:
-        """LRU uses ``keys``, and this pool holds them or is about to."""
-        self._missing.difference_update(keys)
-        for key in reversed(keys):
-            self._lru[key] = None
-            self._lru.move_to_end(key)
-        self._shrink(self._capacity)
-
     def _shrink(self, size: int) -> None:
-        for _ in range(len(self._lru)):  # once each; then all are in use
-            if len(self._lru) <= size:
-                break
+        while self._lru and len(self._lru) + len(self._in_use) > size:
             key, _ = self._lru.popitem(last=False)
             self._missing.discard(key)
             node = self._with_key.get(key)
-            if node and not node.released:
-                self._lru[key] = None  # in use: LRU keeps it, too
-            elif node in self._leaves:
+            if node in self._leaves:
                 self._leaves.remove(node)
                 self._offer(node)
 
+    def _use(self, key: Hashable) -> None:
+        """LRU uses ``key``, as the pool does, and may not evict it."""
+        self._in_use.add(key)
+        if key in self._lru:
+            del self._lru[key]
+            self._missing.discard(key)
+        else:
+            self._shrink(self._capacity)
+
     def insert(self, block: int, key: Hashable, parent: Hashable | None, depth: int) -> None:
         super().insert(block, key, parent, depth)
-        self._use([self._content(block)])
+        self._use(self._content(block))
         self._awaited.discard(key)
 
     def pin(self, block: int) -> None:
@@ -96,8 +101,7 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
             node.memo = None
             self.policy.miss(node.key)
             self.policy.insert(block, node.key, node.parent and node.parent.key, node.depth)
-        if (key := self._content(block)) not in self._lru:
-            self._use([key])
+        self._use(self._content(block))
 
     def _content(self, block: int) -> Hashable:
         """The key of ``block``, in use.  A copy, (content, block), swaps with a released block."""
@@ -116,7 +120,10 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
         return other.key
 
     def _access(self, nodes: list[Node]) -> None:
-        self._use([node.key for node in reversed(nodes)])
+        for node in nodes:
+            self._in_use.remove(node.key)
+            self._lru[node.key] = None
+        self._shrink(self._capacity)
         self.policy.release_many([node.block for node in nodes])
 
     def _offer(self, node: Node) -> None:
@@ -136,7 +143,11 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
             block = self.policy.evict()
             if block not in self._released or self._nodes[block].memo:
                 raise wrong_victim(self.policy, block)
-            self._set_aside(self._nodes[block])
+            node = self._nodes[block]
+            if not self._leaves and not node.children and (node.key in self._lru) <= may_lose:
+                node.memo = "aside"
+                return node
+            self._set_aside(node)
         return super()._take()
 
     def _set_aside(self, node: Node) -> None:
