@@ -40,19 +40,30 @@ def known_tokens(seq: ScheduledSequence, step: Step) -> list[int]:
     return tokens
 
 
+def keys_of(seq: ScheduledSequence) -> dict:
+    return {"lora_name": seq.lora_name, "cache_salt": seq.cache_salt}
+
+
 def assert_hashes_are_of_known_tokens(seq: ScheduledSequence) -> None:
     known = seq.token_ids[: seq.num_tokens - seq.num_unknown_tokens]
     for name, chain in seq.hash_chains.items():
-        expected = BlockHasher(*name).block_hashes(Sequence(0, known))
+        expected = BlockHasher(*name).block_hashes(Sequence(0, known, **keys_of(seq)))
         assert chain == expected[: len(chain)]
+
+
+class Injected(Exception):
+    """An error of a runner or a sampler."""
 
 
 class SymbolicRunner:
     """Stands in for a model: a slot holds a digest of the prefix whose K/V belong there.
 
     Each step checks that every sequence finds its own prefix, whatever was shared, evicted, copied
-    or swapped before.  The logits that follow a prefix depend on the prefix alone.
+    or swapped before.  The logits that follow a prefix depend on the prefix, the salt and the
+    adapter alone.  ``fails``: the next step raises.
     """
+
+    fails = False
 
     def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
         self.block_size = block_size
@@ -62,6 +73,9 @@ class SymbolicRunner:
 
     def run(self, step: Step, manager) -> list[list[float]]:
         self.steps.append(step)
+        if self.fails:
+            self.fails = False
+            raise Injected
         for device, host in step.swap_out:
             self.host_blocks[host] = self.blocks[device].copy()
         for source, destination in step.copies:
@@ -73,24 +87,27 @@ class SymbolicRunner:
             assert_hashes_are_of_known_tokens(seq)
         for seq, count in zip(step.sequences, step.counts, strict=True):
             tokens = known_tokens(seq, step)
-            table, digests = manager.block_table(seq), self.digests(tokens)
+            table, digests = manager.block_table(seq), self.digests(tokens, **keys_of(seq))
             assert 0 < count <= seq.num_computed_tokens <= len(digests)
             for position in range(seq.num_computed_tokens - count, seq.num_computed_tokens):
                 block, offset = divmod(position, self.block_size)
                 self.blocks[table[block]][offset] = digests[position]
-        logits = []
-        for seq in step.sequences:
-            digests = self.digests(known_tokens(seq, step)[: seq.num_computed_tokens])
+        logits, window = [], getattr(manager, "sliding_window", None)
+        for seq, count in zip(step.sequences, step.counts, strict=True):
+            tokens = known_tokens(seq, step)[: seq.num_computed_tokens]
+            digests = self.digests(tokens, **keys_of(seq))
             slots = [slot for block in manager.block_table(seq) for slot in self.blocks[block]]
-            assert slots[: len(digests)] == digests, f"{seq!r} reads K/V that are not its own"
+            first = 0 if window is None else max(0, len(digests) - count - window + 1)
+            read = slots[first : len(digests)]
+            assert read == digests[first:], f"{seq!r} reads K/V that are not its own"
             if len(digests) == seq.num_tokens:
                 logits.append(self.logits(digests[-1]))
         return logits
 
     @staticmethod
-    def digests(token_ids) -> list[int]:
+    def digests(token_ids, lora_name=None, cache_salt=None) -> list[int]:
         """A number for each prefix of the tokens."""
-        digest, digests = 0, []
+        digest, digests = hash((lora_name, cache_salt)), []
         for token in token_ids:
             digest = hash((digest, token))
             digests.append(digest)
@@ -101,19 +118,31 @@ class SymbolicRunner:
         generator = random.Random(digest)
         return [generator.gauss(0, 3) for _ in range(VOCAB_SIZE)]
 
-    def greedy(self, prompt, count: int, stops=()) -> list[int]:
+    def greedy(self, prompt, count: int, stops=(), **keys) -> list[int]:
         """The tokens that a greedy request must get."""
         tokens = list(prompt)
         while len(tokens) < len(prompt) + count and (
             len(tokens) == len(prompt) or tokens[-1] not in stops
         ):
-            logits = self.logits(self.digests(tokens)[-1])
+            logits = self.logits(self.digests(tokens, **keys)[-1])
             tokens.append(logits.index(max(logits)))
         return tokens[len(prompt) :]
 
 
 class SymbolicSampler:
-    """Greedy, or by noise that depends on seed, output and position alone."""
+    """Greedy, or by noise that depends on seed, output and position alone.
+
+    faults: by request, "nan" for logits that are not finite, "error" to raise.
+    """
+
+    def __init__(self) -> None:
+        self.faults: dict[int, str] = {}
+
+    def is_nan(self, seq: ScheduledSequence) -> bool:
+        fault = self.faults.get(seq.request.request_id)
+        if fault == "error":
+            raise Injected
+        return fault == "nan"
 
     def draw(self, logits, rows: list[int], sequences: list[ScheduledSequence]) -> SymbolicDrawn:
         tokens = []
@@ -125,10 +154,12 @@ class SymbolicSampler:
                 scores = [
                     score / params.temperature - math.log(noise.expovariate(1)) for score in scores
                 ]
-            tokens.append(scores.index(max(scores)))
+            tokens.append(-1 if self.is_nan(seq) else scores.index(max(scores)))
         return SymbolicDrawn(tokens)
 
     def likeliest(self, logits, row: int, seq, count: int) -> list[tuple[float, int]]:
+        if self.is_nan(seq):
+            return []
         total = math.log(sum(map(math.exp, logits[row])))
         ranked = sorted(range(VOCAB_SIZE), key=lambda token: -logits[row][token])
         return [(logits[row][token] - total, token) for token in ranked[:count]]
@@ -143,6 +174,7 @@ def make_engine(
     max_model_len: int = 64,
     eos: frozenset[int] = frozenset(),
     overlap: bool = False,
+    scheduling: str = "fcfs",
     **options,
 ) -> Engine:
     """An engine on a SymbolicRunner; ``options``: options of scheduler and manager."""
@@ -150,7 +182,8 @@ def make_engine(
     limits |= {"chunked_prefill": True, "prefill_first": False}
     limits = {name: options.pop(name, default) for name, default in limits.items()}
     kv_cache = make_manager(manager, num_blocks=num_blocks, block_size=block_size, **options)
-    scheduler = Scheduler(kv_cache, num_host_blocks=num_host_blocks, **limits)
+    limits |= {"policy": scheduling, "num_host_blocks": num_host_blocks}
+    scheduler = Scheduler(kv_cache, **limits)
     runner = SymbolicRunner(num_blocks, block_size, num_host_blocks)
     longest = scheduler.longest_sequence(max_model_len)
     tokens = {"vocab_size": VOCAB_SIZE, "eos_token_ids": eos}

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from cache.checks import at_least
+from cache.checks import at_least, finite
 from cache.managers.base import CacheManager
 from cache.serving.engine import Engine
 from cache.serving.request import RequestStats, ScheduledSequence
@@ -66,13 +66,8 @@ class ServiceModel:
 
     def __post_init__(self) -> None:
         for name in ("step_seconds", "prefill_tokens_per_second"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.decode_seconds_per_sequence < 0:
-            raise ValueError(
-                "decode_seconds_per_sequence must not be negative, "
-                f"got {self.decode_seconds_per_sequence}"
-            )
+            finite(name, getattr(self, name), positive=True)
+        finite("decode_seconds_per_sequence", self.decode_seconds_per_sequence)
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             at_least(1, name, getattr(self, name))
 
@@ -220,7 +215,8 @@ def serve(
     service: gives the duration of each step.  None: real time.
     sampling: further ``SamplingParams`` of every request, as ``{"n": 4}``.
 
-    Raises ValueError for a previous request that is not an earlier one.
+    Raises ValueError for a previous request that is not an earlier one, and for arrivals and
+    durations of steps that are not finite.
     """
     clock, compute = engine.clock, engine.runner.run
     watch = _Watch(engine, service)
@@ -239,6 +235,8 @@ class _Arrivals:
     """Requests that have not arrived, by time."""
 
     def __init__(self, times_s: Sequence[float], previous: Sequence[int | None]) -> None:
+        if not all(map(math.isfinite, times_s)):
+            raise ValueError("arrivals_s: needs finite numbers")
         self._times_s = times_s
         self._followers: dict[int, list[int]] = defaultdict(list)
         self._due: list[tuple[float, int]] = []
@@ -289,7 +287,7 @@ class _Watch:
         self.used_blocks = manager.num_blocks - manager.num_free_blocks
         logits = self._compute(step, manager)
         if self._service is not None:
-            self._now += self._service.duration(step)
+            self._now += finite("service.duration(step)", self._service.duration(step))
         return logits
 
 
@@ -342,5 +340,6 @@ def poisson_arrivals(rate: float, count: int, rng: np.random.Generator) -> list[
 
     ``rate``: requests per second.  The same ``rng`` at twice the rate gives half the times.
     """
-    gaps = rng.standard_exponential(count) / rate
-    return (gaps.cumsum() - gaps[0]).tolist()
+    gaps = rng.standard_exponential(at_least(0, "count", count))
+    gaps /= finite("rate", rate, positive=True)
+    return (gaps.cumsum() - gaps[:1]).tolist()

@@ -171,7 +171,7 @@ def _items(value: object) -> tuple:
 
 _PENALTY = _number, lambda v: abs(v) <= 2, "a number from -2 to 2"
 _FLAG = partial(true_or_false, ""), lambda v: True, "True or False"
-_COUNT = _int, lambda v: v >= 1, "an int of at least 1"
+_COUNT = _int, lambda v: 1 <= v < 2**63, "an int of at least 1, and of 64 bits"
 _FIELDS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], bool], str]] = {
     "n": (_int, lambda v: 1 <= v <= MAX_N, f"an int from 1 to {MAX_N:,}"),
     "temperature": (

@@ -12,7 +12,8 @@ arrival ("priority"), running ones first:
 So the first running sequence can always take the blocks it needs, up to the whole cache.  Every
 step computes tokens of it or brings one back, so there is no livelock.  With "fcfs" each request
 ends, too.  With "priority" a request ends if only finitely many of smaller priority arrive.  A
-waiting request preempts none: it waits until running ones end or preempt each other.
+waiting request preempts none, except beams that wait for other beams behind it: it waits until
+running ones end or preempt each other.
 
 With ``prefill_first`` a step computes either prompts or decoded tokens: no sequence decodes while a
 prompt can be computed.  That is the order of Nano-vLLM and of vLLM's first engine; budgets and
@@ -181,12 +182,15 @@ class Scheduler:
             if not self.prefill_first:
                 self._admit_waiting(step, budget)
         if self.waiting and not (step.sequences or step.admitted or step.preempted or step.errors):
-            head = self.waiting.first()[1]
-            raise RuntimeError(
-                f"{head!r} waits, but nothing runs: {self.manager.num_free_blocks} of "
-                f"{self.manager.num_blocks} blocks are free, can_allocate says "
-                f"{self.manager.can_allocate(head).name}"
-            )
+            if not self.running:
+                head = self.waiting.first()[1]
+                raise RuntimeError(
+                    f"{head!r} waits, but nothing runs: {self.manager.num_free_blocks} of "
+                    f"{self.manager.num_blocks} blocks are free, can_allocate says "
+                    f"{self.manager.can_allocate(head).name}"
+                )
+            # The running ones are beams that wait for others, which a new request is ahead of.
+            self._preempt(self.running.pop(), step)
         return step
 
     def _schedule_running(self, step: Step, least: int = 1) -> int:

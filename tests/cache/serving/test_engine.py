@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import functools
 import itertools
+import random
+import warnings
 from collections import Counter
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from symbolic_engine import GREEDY, assert_idle, make_engine, prompt, serve
+from symbolic_engine import (
+    GREEDY,
+    VOCAB_SIZE,
+    Injected,
+    assert_idle,
+    make_engine,
+    prompt,
+    serve,
+)
 
 from cache import MANAGERS, POLICIES, UnsupportedByDesign
-from cache.serving.request import FinishReason
+from cache.serving.request import FinishReason, Request, ScheduledSequence
 from cache.serving.sampling_params import SamplingParams
 
 CHUNKED = [name for name in sorted(MANAGERS) if MANAGERS[name].can_chunk]
@@ -370,134 +377,167 @@ def test_a_request_that_is_restarted_has_only_tokens_that_were_read():
     assert serve(engine)[again][0].token_ids == engine.runner.greedy(prompt(7), 12)
 
 
-class EngineMachine(RuleBasedStateMachine):
-    """Requests come, go and are cancelled at random; memory is scarce."""
+DESIGNS = {name: (name, {}) for name in sorted(MANAGERS)}
+DESIGNS["window"] = "vllm_v1", {"sliding_window": 6, "queue_uncached": True}
 
-    @initialize(
-        manager=st.sampled_from(sorted(MANAGERS)),
-        block_size=st.sampled_from([1, 2, 4, 5]),
-        budget=st.sampled_from([1, 4, 16, 40]),
-        options=st.fixed_dictionaries(
-            {
-                "num_host_blocks": st.sampled_from([0, 4, 30]),
-                "max_num_seqs": st.sampled_from([1, 3, 5]),
-                "enable_prefix_caching": st.booleans(),
-                "prefill_first": st.booleans(),
-                "overlap": st.booleans(),
-            }
-        ),
-    )
-    def start(self, manager, block_size, budget, options):
-        options["max_num_batched_tokens"] = budget if manager in CHUNKED else 40
-        sizes = -(-40 // block_size), block_size
-        self.engine = make_engine(manager, *sizes, eos=frozenset({0}), **options)
-        self.forks = manager in FORKING
-        self.greedy = {}
-        self.preemptions = Counter()
 
-    @rule(
-        length=st.integers(1, 24),
-        seed=st.integers(0, 2),
-        kind=st.sampled_from(["greedy", "samples", "beams"]),
-        max_tokens=st.integers(1, 12),
-        width=st.integers(1, 3),
-    )
-    def add(self, length, seed, kind, max_tokens, width):
-        tokens = prompt(length, seed)
-        if kind == "beams" and not self.forks:
-            kind = "samples"
-        params = {
-            "greedy": SamplingParams(temperature=0, max_tokens=max_tokens),
-            "samples": SamplingParams(n=width, max_tokens=max_tokens, ignore_eos=True),
-            "beams": SamplingParams(beam_width=width, max_tokens=max_tokens),
-        }[kind]
-        try:
-            request_id = self.engine.add(tokens, params)
-        except ValueError as error:
-            assert kind == "beams" or "prompt: has" in str(error)  # noqa: PT017
-            return
-        if kind == "greedy":
-            count = min(max_tokens, self.engine.max_model_len - length)
-            self.greedy[request_id] = self.engine.runner.greedy(tokens, count, {0})
+class RandomServing:
+    """Requests come, go, fail and are cancelled at random; memory is scarce.
 
-    @precondition(lambda self: self.engine.has_unfinished)
-    @rule(count=st.integers(1, 4))
-    def step(self, count):
-        for _ in range(count):
-            self.check_step()
+    Many prompts continue the text of an earlier request, also of one that failed.
+    """
 
-    @precondition(lambda self: self.engine.has_unfinished)
-    @rule(data=st.data())
-    def abort(self, data):
-        request_id = data.draw(st.sampled_from(sorted(self.engine.requests)))
-        request = self.engine.abort(request_id)
-        assert any(seq.finish_reason is FinishReason.ABORT for seq in request.sequences)
-        outputs = self.engine.completions(request)
-        if request_id in self.greedy:
-            read = outputs[0].token_ids
-            assert read == self.greedy[request_id][: len(read)]
+    def __init__(self, design: str, overlap: bool, seed: int) -> None:
+        self.random = random.Random(f"{design} {overlap} {seed}")
+        pick = self.random.choice
+        name, options = DESIGNS[design]
+        block_size = pick([1, 2, 2, 4, 5])
+        self.arguments = (name, -(-40 // block_size), block_size)
+        self.options = {
+            "num_host_blocks": 0 if options else pick([0, 4, 30]),
+            "max_num_seqs": pick([1, 3, 5]),
+            "enable_prefix_caching": self.random.random() < 0.8,
+            "prefill_first": pick([False, True]),
+            "scheduling": pick(["fcfs", "priority"]),
+            "max_num_batched_tokens": pick([1, 4, 16, 40]) if name in CHUNKED else 40,
+            "overlap": overlap,
+        } | options
+        self.engine = make_engine(*self.arguments, eos=frozenset({0}), **self.options)
+        self.forks = name in FORKING
+        self.greedy: dict[int, list[int]] = {}
+        self.texts: list[list[int]] = []
+        self.preemptions: Counter[int] = Counter()
 
-    def check_step(self):
-        """A step keeps its budgets and serves the oldest request, or brings beams of it back."""
-        oldest, num_steps = min(self.engine.requests, default=None), len(self.engine.runner.steps)
-        _, finished = self.engine.step()
-        if len(self.engine.runner.steps) > num_steps:
-            self.check_computed(oldest)
-        else:
-            assert finished or oldest is None, "it read what ended all requests"
-        self.check_finished(finished)
-
-    def check_computed(self, oldest):
-        scheduler, step = self.engine.scheduler, self.engine.runner.steps[-1]
-        assert step.num_tokens <= scheduler.max_num_batched_tokens
-        assert len(step.sequences) <= scheduler.max_num_seqs
-        served = {seq.request.request_id for seq in (*step.sequences, *step.admitted)}
-        waits = scheduler.prefill_first or self.engine.overlap  # for its last token to be read
-        assert oldest is None or oldest in served or waits
-        self.preemptions.update(seq.request.request_id for seq in step.preempted)
-
-    def check_finished(self, finished):
-        for request in finished:
-            outputs = self.engine.completions(request)
-            self.check_statistics(request, outputs)
-            assert len(outputs) == request.params.n
-            assert all(0 < len(output.token_ids) <= request.max_tokens for output in outputs)
-            if request.request_id in self.greedy:
-                assert outputs[0].token_ids == self.greedy[request.request_id]
-
-    def check_statistics(self, request, outputs):
-        stats, lengths = request.stats, [len(output.token_ids) for output in outputs]
-        scheduled = stats.first_scheduled_time
-        assert stats.arrival_time <= scheduled <= stats.first_token_time <= stats.finish_time
-        assert 0 <= stats.num_cached_tokens < len(request.prompt_token_ids)
-        assert stats.num_preemptions == self.preemptions[request.request_id]
-        assert (stats.num_output_tokens, stats.longest_output) == (sum(lengths), max(lengths))
-
-    @invariant()
-    def is_consistent(self):
-        if not hasattr(self, "engine"):
-            return
-        engine = self.engine
-        engine.manager.check_invariants()
-        running, waiting = engine.scheduler.running, engine.scheduler.waiting
-        num_seqs = sum(1 + seq.num_pending_forks for seq in running)
-        assert num_seqs <= engine.scheduler.max_num_seqs
-        in_line = [*running, *waiting]
-        assert len({seq.seq_id for seq in in_line}) == len(in_line)
-        orders = [seq.order for seq in in_line]
-        assert orders == sorted(orders), "one has overtaken another"
-        held = sum(len(seq.host_blocks) for seq in in_line)
-        assert held + len(engine.scheduler.free_host_blocks) == len(engine.runner.host_blocks)
-
-    def teardown(self):
-        if not hasattr(self, "engine"):
-            return
+    def run(self) -> None:
+        for _ in range(30):
+            actions = [self.add, self.step, self.step]
+            if self.engine.has_unfinished:
+                actions += [self.step, self.step, self.abort, self.fail]
+            self.random.choice(actions)()
+            self.check_state()
         for _ in range(3000):
             if not self.engine.has_unfinished:
                 break
-            self.check_step()
+            self.step()
         assert_idle(self.engine)
 
+    def new_prompt(self) -> list[int]:
+        randint = self.random.randint
+        if not self.texts or self.random.random() < 0.3:
+            return prompt(randint(1, 24), randint(0, 2))
+        text = self.random.choice(self.texts)
+        text = text[: self.random.choice([len(text), randint(1, len(text))])]
+        return [*text, *(randint(0, VOCAB_SIZE - 1) for _ in range(randint(0, 4)))]
 
-TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(stateful_step_count=30, max_examples=40)
+    def add(self) -> None:
+        pick, tokens, engine = self.random.choice, self.new_prompt(), self.engine
+        kind = pick(["greedy", "greedy", "samples", "beams"])
+        width, max_tokens = pick([1, 2, 3]), pick(range(1, 13))
+        keys = pick([{}, {}, {"cache_salt": ""}, {"cache_salt": "a"}, {"lora_name": 1}])
+        if self.options["scheduling"] == "priority":
+            keys = keys | {"priority": pick([-1, 0, 0, 1])}
+        common = {"max_tokens": max_tokens, "skip_reading_prefix_cache": pick([False] * 4 + [True])}
+        params = {
+            "greedy": SamplingParams(temperature=0, **common),
+            "samples": SamplingParams(n=width, ignore_eos=True, **common),
+            "beams": SamplingParams(beam_width=width, **common),
+        }[kind if self.forks or kind == "greedy" else "samples"]
+        try:
+            request_id = engine.add(tokens, params, **keys)
+        except ValueError as error:
+            assert params.beam_width or "prompt: has" in str(error)  # noqa: PT017
+            return
+        if kind == "greedy":
+            keys.pop("priority", None)
+            count = min(max_tokens, engine.max_model_len - len(tokens))
+            keys["cache_salt"] = keys.get("cache_salt") or None
+            self.greedy[request_id] = engine.runner.greedy(tokens, count, {0}, **keys)
+
+    def abort(self) -> None:
+        request = self.engine.abort(self.random.choice(sorted(self.engine.requests)))
+        assert any(seq.finish_reason is FinishReason.ABORT for seq in request.sequences)
+        self.check_ended(request)
+
+    def fail(self) -> None:
+        if self.random.random() < 0.1:
+            self.engine.runner.fails = True
+        else:
+            request_id = self.random.choice(sorted(self.engine.requests))
+            self.engine.sampler.faults[request_id] = self.random.choice(["nan", "nan", "error"])
+
+    def step(self) -> None:
+        """A step keeps its budgets and serves the first request, or brings beams of it back."""
+        engine, steps = self.engine, self.engine.runner.steps
+        first = next(iter([*engine.scheduler.running, *engine.scheduler.waiting]), None)
+        num_steps = len(steps)
+        try:
+            with warnings.catch_warnings(action="ignore"):  # of requests that fail
+                _, finished = engine.step()
+        except Injected:
+            fresh = make_engine(*self.arguments, **self.options).scheduler
+            for request in engine.restart(fresh):
+                self.check_ended(request)
+            return
+        if len(steps) > num_steps:
+            self.check_computed(first)
+        else:
+            assert finished or first is None, "it read what ended all requests"
+        for request in finished:
+            outputs = self.check_ended(request)
+            if request.error is None:
+                self.check_statistics(request, outputs)
+            else:
+                assert request.request_id in engine.sampler.faults
+
+    def check_computed(self, first: ScheduledSequence | None) -> None:
+        scheduler, step = self.engine.scheduler, self.engine.runner.steps[-1]
+        assert step.num_tokens <= scheduler.max_num_batched_tokens
+        assert len(step.sequences) <= scheduler.max_num_seqs
+        served = {seq.request for seq in (*step.sequences, *step.admitted)}
+        waits = scheduler.prefill_first or self.engine.overlap  # for its last token to be read
+        if first and first.request.search and scheduler.policy == "priority":
+            waits = True  # for beams behind a request of smaller priority
+        assert first is None or first.request in served or waits
+        self.preemptions.update(seq.request.request_id for seq in step.preempted)
+
+    def check_ended(self, request: Request) -> list:
+        outputs = self.engine.completions(request)
+        assert outputs == self.engine.completions(request)
+        self.texts += (seq.token_ids.tolist() for seq in request.sequences)
+        if request.request_id in self.greedy:
+            read, expected = outputs[0].token_ids, self.greedy[request.request_id]
+            assert read == (expected[: len(read)] if request.stats.was_aborted else expected)
+        return outputs
+
+    def check_statistics(self, request: Request, outputs: list) -> None:
+        assert len(outputs) == request.params.n
+        assert all(0 < len(output.token_ids) <= request.max_tokens for output in outputs)
+        stats, lengths = request.stats, [len(output.token_ids) for output in outputs]
+        scheduled = stats.first_scheduled_time
+        assert stats.arrival_time <= scheduled <= stats.first_token_time <= stats.finish_time
+        reads = not request.params.skip_reading_prefix_cache
+        assert 0 <= stats.num_cached_tokens < len(request.prompt_token_ids) * reads + 1
+        assert stats.num_preemptions == self.preemptions[request.request_id]
+        assert (stats.num_output_tokens, stats.longest_output) == (sum(lengths), max(lengths))
+
+    def check_state(self) -> None:
+        engine, scheduler = self.engine, self.engine.scheduler
+        engine.manager.check_invariants()
+        running, waiting = scheduler.running, list(scheduler.waiting)
+        num_seqs = sum(1 + seq.num_pending_forks for seq in running)
+        assert num_seqs <= scheduler.max_num_seqs
+        in_line = [*running, *waiting]
+        assert len({seq.seq_id for seq in in_line}) == len(in_line)
+        orders = [seq.order for seq in in_line]
+        if scheduler.policy == "priority":
+            orders = orders[: len(running)]
+        assert orders == sorted(orders), "one has overtaken another"
+        held = sum(len(seq.host_blocks) for seq in in_line)
+        assert held + len(scheduler.free_host_blocks) == len(engine.runner.host_blocks)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize("design", DESIGNS)
+def test_no_history_gives_a_sequence_the_cache_of_another(design, overlap):
+    for seed in range(20):
+        RandomServing(design, overlap, seed).run()
