@@ -14,11 +14,13 @@ shared, since a trace does not say which later prompt continues which answer.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cache.checks import at_least, finite
 from cache.managers import CacheManager, CacheStats
 from cache.serving.open_loop import Clock, ServiceModel, engine_without_model, serve
 from cache.serving.scheduler import longest_that_fits
@@ -74,14 +76,13 @@ def simulate_serving(
     the one before (columns of the trace), so they wait for the engine as the agent does.  First
     requests arrive at their times.
 
-    Raises ValueError for a manager that is in use, a ``time_scale`` that is negative, a closed loop
-    of a trace without these columns, or a trace with blocks of unknown size.
+    Raises ValueError for a manager that is in use, a ``time_scale`` that is negative or not finite,
+    a closed loop of a trace without these columns, or a trace with blocks of unknown size.
     """
     import numpy as np
 
     service = service or ServiceModel()
-    if not time_scale >= 0:
-        raise ValueError(f"time_scale must not be negative, got {time_scale}")
+    finite("time_scale", time_scale)
     if manager.num_free_blocks != manager.num_blocks:
         used = manager.num_blocks - manager.num_free_blocks
         raise ValueError(f"manager: {used} of its {manager.num_blocks} blocks are in use")
@@ -96,7 +97,9 @@ def simulate_serving(
         max_num_batched_tokens=service.max_num_batched_tokens,
         max_model_len=longest + 1,
     )
-    begin = trace.timestamps_ms[0] if len(trace) else 0.0
+    begin, end = trace.timestamps_ms[[0, -1]].tolist() if len(trace) else (0.0, 0.0)
+    if not math.isfinite((end - begin) * time_scale):
+        raise ValueError(f"time_scale={time_scale}: the last arrival is beyond float64")
     arrivals_s = (trace.timestamps_ms[served] - begin) * time_scale / 1000
     previous = None
     if closed_loop:
@@ -180,12 +183,12 @@ def prompt_token_ids(trace: Trace, index: int, vocab_size: int = 1 << 32) -> arr
     blocks.
 
     ``(max(input_length, 1),)`` unsigned 32-bit integers.  Raises ValueError for blocks of unknown
-    size.
+    size and for a ``vocab_size`` that is not an int from 4 to 2**32.
     """
     import numpy as np
 
     length = max(int(trace.input_lengths[index]), 1)
-    base = vocab_size // 2
+    base = at_least(4, "vocab_size", vocab_size, 1 << 32) // 2
     blocks = np.asarray(trace[index].block_ids, np.int64)
     shared = np.empty(0, np.int64)
     if len(blocks):

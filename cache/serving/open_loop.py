@@ -58,6 +58,7 @@ class ServiceModel:
     step_seconds: float = 0.01
     """Fixed cost of a step (reading the weights)."""
     prefill_tokens_per_second: float = 20_000.0
+    """``math.inf`` if prompts cost nothing."""
     decode_seconds_per_sequence: float = 1e-4
     max_num_seqs: int = 256
     """Most sequences that run at once."""
@@ -65,9 +66,10 @@ class ServiceModel:
     """Most tokens computed in one step; a longer prompt takes several steps."""
 
     def __post_init__(self) -> None:
-        for name in ("step_seconds", "prefill_tokens_per_second"):
-            finite(name, getattr(self, name), positive=True)
+        finite("step_seconds", self.step_seconds, positive=True)
         finite("decode_seconds_per_sequence", self.decode_seconds_per_sequence)
+        if self.prefill_tokens_per_second != math.inf:
+            finite("prefill_tokens_per_second", self.prefill_tokens_per_second, positive=True)
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             at_least(1, name, getattr(self, name))
 

@@ -39,7 +39,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cache.checks import at_least
+from cache.checks import at_least, finite
 from cache.serving.scheduler import Step
 from experiments import gpu_times
 
@@ -85,13 +85,10 @@ class GpuClock:
     ) -> None:
         (shape,) = gpu_times.rows("models", model=model).itertuples()
         (card,) = gpu_times.rows("cards", card=gpu).itertuples()
-        if not 0 <= host_seconds < np.inf:
-            raise ValueError(f"host_seconds={host_seconds}: needs at least 0")
-        if not 0 <= transfer_seconds < np.inf:
-            raise ValueError(f"transfer_seconds={transfer_seconds}: needs at least 0")
         self.model, self.gpu = model, gpu
         self.tensor_parallel = at_least(1, "tensor_parallel", tensor_parallel)
-        self.host_seconds, self.transfer_seconds = host_seconds, transfer_seconds
+        self.host_seconds = finite("host_seconds", host_seconds)
+        self.transfer_seconds = finite("transfer_seconds", transfer_seconds)
         self.block_size = at_least(1, "block_size", block_size)
         self.max_num_seqs = at_least(1, "max_num_seqs", max_num_seqs)
         self.max_num_batched_tokens = at_least(1, "max_num_batched_tokens", max_num_batched_tokens)

@@ -153,17 +153,31 @@ def test_lengths_only_traces_share_nothing():
     assert result.stats.hit_tokens == 0
 
 
+SIZES = {"num_blocks": 8, "block_size": 4}
+
+
 def test_bad_arguments():
     trace = Trace.from_requests([(0, 8, 1, [0, 1])], name="t", block_size=4)
-    manager = cache.make_manager("vllm_v1", num_blocks=8, block_size=4)
-    with pytest.raises(ValueError, match="time_scale must not be negative, got nan"):
-        simulate_serving(trace, manager=manager, time_scale=math.nan)
-    for name, value in (
-        ("step_seconds", 0), ("prefill_tokens_per_second", -1), ("decode_seconds_per_sequence", -1),
-        ("max_num_seqs", 0), ("max_num_batched_tokens", 0),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=f"{name}( must|=0: needs)"):
-            ServiceModel(**{name: value})
+    manager = cache.make_manager("vllm_v1", **SIZES)
+    for value in (math.nan, math.inf, -1, 10**400, "1"):
+        with pytest.raises(ValueError, match=r"time_scale=.*: needs a finite number"):
+            simulate_serving(trace, manager=manager, time_scale=value)
+        for field in set(ServiceModel.__dataclass_fields__):
+            if (field, value) != ("prefill_tokens_per_second", math.inf):
+                with pytest.raises(ValueError, match=f"{field}=.*: needs a"):
+                    ServiceModel(**{field: value})
+    later = Trace.from_requests([(0, 8, 1, []), (1e300, 8, 1, [])], name="t")
+    with pytest.raises(ValueError, match=r"time_scale=1e\+99: the last arrival"):
+        simulate_serving(later, manager=manager, time_scale=1e99)
+    paged, slow = (
+        cache.make_manager("paged", **SIZES),
+        ServiceModel(prefill_tokens_per_second=5e-324),
+    )
+    with pytest.raises(ValueError, match=r"service.duration\(step\)=inf: needs"):
+        simulate_serving(trace, manager=paged, service=slow)
+    for vocab_size in (0, 3, 2**70):
+        with pytest.raises(ValueError, match=r"vocab_size=.*: needs an int"):
+            cache.prompt_token_ids(trace, 0, vocab_size)
     unknown = Trace.from_requests([(0, 8, 1, [0]), (1, 90, 1, [0])], name="t")
     with pytest.raises(ValueError, match="blocks of unknown size"):
         simulate_serving(unknown, manager=manager)
