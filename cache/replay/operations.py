@@ -56,7 +56,11 @@ def replay_of(policy: EvictionPolicy) -> Callable | None:
 
 def _warmed_up(policy: EvictionPolicy) -> Callable | None:
     trace = Trace.from_requests([(0, 1, 1, [0])], name="tiny")
-    if (operations := policy.operations(trace, 1)) is None:
+    try:
+        operations = policy.operations(trace, 1)
+    except OverflowError:
+        return None
+    if operations is None:
         return None
     key = _key_of(operations)
     if key not in _RUNS:
