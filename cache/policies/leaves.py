@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import copy
 import math
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
@@ -26,6 +25,10 @@ class Node:
     released: bool = False
     memo: Any = None
     """Data of a subclass; by default the tuple of numbers that ranks the node."""
+
+    def __reduce__(self) -> tuple:
+        """Without its neighbours, which ``LeafPolicy`` adds: a prompt may have thousands."""
+        return Node, (self.block, self.key, None, self.depth, {}, self.released, self.memo)
 
 
 class LeafPolicy(EvictionPolicy):
@@ -112,17 +115,20 @@ class LeafPolicy(EvictionPolicy):
             if node.parent.released and not node.parent.children:
                 self._offer(node.parent)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LeafPolicy:
-        """Without recursion from node to node: a prompt may have thousands."""
-        copies = {node: copy.copy(node) for node in self._nodes.values()}
-        memo |= {id(node): twin for node, twin in copies.items()}
-        for node, twin in copies.items():
-            twin.parent = copies.get(node.parent)
-            twin.children = {copies[child]: None for child in node.children}
-            twin.memo = copy.deepcopy(node.memo, memo)
-        twin = memo[id(self)] = object.__new__(type(self))
-        twin.__dict__ = copy.deepcopy(self.__dict__, memo)
-        return twin
+    def __getstate__(self) -> tuple[dict[str, Any], dict[int, list[int]]]:
+        """What ``copy`` and ``pickle`` take: the attributes, and the children of each block."""
+        nodes = vars(self).get("_nodes", {})
+        children = {block: [c.block for c in node.children] for block, node in nodes.items()}
+        return vars(self), children
+
+    def __setstate__(self, state: tuple[dict[str, Any], dict[int, list[int]]]) -> None:
+        attributes, children = state
+        vars(self).update(attributes)
+        for block, blocks in children.items():
+            node = self._nodes[block]
+            node.children = {self._nodes[child]: None for child in blocks}
+            for child in node.children:
+                child.parent = node
 
     def __len__(self) -> int:
         return len(self._released)

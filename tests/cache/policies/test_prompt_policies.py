@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
+import random
 from collections import Counter
 
 import numpy as np
@@ -91,6 +94,39 @@ def test_should_every_block_have_a_child_the_first_released_goes():
     policy.release(1)
     assert policy.evict() == 1
     assert len(policy) == 0
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+@pytest.mark.parametrize("name", cache.POLICIES)
+def test_a_copy_goes_on_as_the_original_and_shares_nothing_with_it(name, copied):
+    """At last there is a prompt of more blocks than recursion can follow."""
+    draw, options = random.Random(0), {"policy": "gdsf"} if name == "queue_informed" else {}
+    policy, capacity = copied(make_policy(name, **options)), 30
+    policy.start(capacity, next_use=float)
+    pool: dict[str, int] = {}
+    prompts = [[f"{a}", f"{a}{b}", f"{a}{b}{c}"] for a in range(5) for b in "xy" for c in range(9)]
+
+    def victims(policy: EvictionPolicy, pool: dict[str, int], order: list[list[str]]) -> list[str]:
+        gone = []
+        for path in order:
+            before = dict(pool)
+            serve(policy, pool, path, capacity)
+            gone.append([key for key in before if pool.get(key) != before[key]])
+        return [*gone, [policy.evict() for _ in range(len(policy))]]
+
+    orders = [[draw.choice(prompts) for _ in range(50)] for _ in range(2)]
+    policy.expect((0, 0), prompts[0])
+    for path in orders[0]:
+        serve(policy, pool, path, capacity)
+    twin = copied(policy)
+    expected = victims(twin, dict(pool), orders[1])
+    assert victims(policy, pool, orders[1]) == expected
+    policy.start(2000, next_use=float)
+    for block in range(2000):
+        policy.insert(block, block, block - 1 if block else None, block)
+    policy.release_many(range(2000)[::-1])
+    twin = copied(policy)
+    assert [twin.evict() for _ in range(9)] == [policy.evict() for _ in range(9)]
 
 
 def test_filo_gives_up_what_came_last():
