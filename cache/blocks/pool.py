@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
+from cache.blocks.events import AllBlocksCleared, BlockRemoved, Event
 from cache.checks import require
 from cache.policies.base import EvictionPolicy, check_victims
 
@@ -52,6 +53,7 @@ class BlockPool:
         ref_counts: number of tables that hold each block; read-only to others.
         block_hashes: hash of each block's content, None if it cannot be found; read-only to others.
         policy: the eviction policy, which the pool starts and owns.
+        events: what was removed and cleared, for a manager that reports it; None otherwise.
         reports_requests: whether the policy defines ``look_up``.
         counts: ``allocated_blocks``, and how many of them were cached-free (``evicted_blocks``).
     """
@@ -68,6 +70,7 @@ class BlockPool:
         self.policy = policy
         self.ref_counts: list[int] = [0] * num_blocks
         self.counts = {"allocated_blocks": 0, "evicted_blocks": 0}
+        self.events: list[Event] | None = None
         self._free = list(range(num_blocks))[::-1]  # a stack
         self._queue_uncached = queue_uncached
         self.block_hashes: list[bytes | None] = [None] * num_blocks
@@ -168,6 +171,8 @@ class BlockPool:
             if key is None:  # it had no content
                 self.counts["evicted_blocks"] -= 1
                 continue
+            if self.events is not None:
+                self.events.append(BlockRemoved([key]))
             if key not in duplicates:
                 del holders[key]
                 continue
@@ -239,6 +244,8 @@ class BlockPool:
         self._holders.clear()
         self._duplicates.clear()
         self.block_hashes[:] = [None] * self.num_blocks  # others may hold this list
+        if self.events is not None:
+            self.events.append(AllBlocksCleared())
 
     def check_invariants(self) -> None:
         """Raise AssertionError, with the block, unless the state is consistent.

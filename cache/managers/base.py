@@ -172,7 +172,7 @@ class Table:
     room: int = 0
     """Up to this number of tokens ``append`` changes nothing but the count.  Set by ``_extend``."""
     num_lookahead_tokens: int = 0
-    """Slots to give beyond the last token."""
+    """Slots that the next ``_extend`` is to give beyond the last token."""
 
 
 class CacheManager(abc.ABC):
@@ -353,12 +353,12 @@ class CacheManager(abc.ABC):
                 f"append: end={end} for sequence {seq.seq_id!r}, but {start} of its {num_tokens} "
                 "tokens have a slot; append a token to the sequence first"
             )
+        if num_lookahead_tokens != 0:
+            num_lookahead_tokens = _lookahead(self, num_lookahead_tokens)
         if table.seq is not seq:  # another object with the same id
             seq.num_cached_tokens, seq.num_computed_tokens = table.seq.num_cached_tokens, start
             seq.table_version += 1
             table.seq = seq
-        if num_lookahead_tokens != 0:
-            num_lookahead_tokens = _lookahead(self, num_lookahead_tokens)
         copies: Copies = []
         if end + num_lookahead_tokens > table.room:
             table.num_lookahead_tokens = num_lookahead_tokens
@@ -377,11 +377,10 @@ class CacheManager(abc.ABC):
             seq.num_computed_tokens = end
         return copies
 
-    def can_append(self, seq: Sequence, num_lookahead_tokens: int = 0) -> bool:
-        """Whether ``append`` would find enough free blocks.  Changes nothing."""
+    def can_append(self, seq: Sequence) -> bool:
+        """Whether ``append(seq)`` would find enough free blocks.  Changes nothing."""
         table = self._table_on_device(seq)
-        end = len(seq.token_ids) + _lookahead(self, num_lookahead_tokens)
-        return self._num_needed(table, end) <= self.num_free_blocks
+        return self._num_needed(table, len(seq.token_ids)) <= self.num_free_blocks
 
     def allocate_slots(
         self,

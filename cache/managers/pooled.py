@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import ClassVar
 
+from cache.blocks.events import BlockStored
 from cache.blocks.hashing import BlockHasher, collision_free_hasher
 from cache.blocks.pool import BlockPool, check_free
 from cache.blocks.sequence import Sequence
@@ -110,7 +111,8 @@ class PooledManager(CacheManager):
     def _begin(self, table: PooledTable, hit: Hit, end: int) -> Copies:
         num_hits, num_given_back = len(hit.blocks), hit.blocks.count(GIVEN_BACK)  # these come first
         held = hit.blocks[num_given_back:]
-        needed = self._num_blocks_of(table, 0, end) - num_hits + self.pool.num_revived(held)
+        needed = self._num_blocks_of(table, 0, end + table.num_lookahead_tokens)
+        needed -= num_hits - self.pool.num_revived(held)
         check_free(needed, self.pool.num_free_blocks)
         if self.pool.reports_requests:
             hashes = self._hasher.block_hashes(table.seq) if self.enable_prefix_caching else ()
@@ -142,7 +144,21 @@ class PooledManager(CacheManager):
             check_free(num_blocks - len(table.blocks), self.pool.num_free_blocks)
             self.interruption = MIDDLE
             self.pool.extend(table.blocks, num_blocks, hashes, first, last)
+            if self.pool.events is not None and last > first:
+                self.pool.events.append(self._stored(table.seq, hashes, first, last))
             table.num_cached_blocks = last
+
+    def _stored(self, seq: Sequence, hashes: list[bytes], first: int, last: int) -> BlockStored:
+        """The event that blocks ``first`` to ``last - 1`` of ``seq`` can be found."""
+        size = self.block_size
+        return BlockStored(
+            hashes[first:last],
+            hashes[first - 1] if first else None,
+            seq.token_ids[first * size : last * size].tolist(),
+            size,
+            seq.lora_name,
+            [seq.extra_keys(i * size, (i + 1) * size) for i in range(first, last)],
+        )
 
     def _release(self, table: PooledTable) -> None:
         self._fill(table, 0, table.seq.num_computed_tokens)

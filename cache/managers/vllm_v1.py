@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from cache.blocks.events import Event
 from cache.blocks.pool import check_free
 from cache.blocks.sequence import Sequence
-from cache.checks import at_least
+from cache.checks import at_least, true_or_false
 from cache.managers.base import GIVEN_BACK, MIDDLE, Copies
 from cache.managers.pooled import PooledManager, PooledTable
 from cache.policies.base import EvictionPolicy
@@ -30,6 +31,7 @@ class VLLMv1(PooledManager):
       blocks in the window of the first new token are cached.
     * ``fork`` shares all stored blocks.  The first append to a shared, partly filled block copies
       it (copy-on-write of the PagedAttention paper).
+    * ``enable_kv_cache_events``: ``take_events`` says which blocks were cached and lost.
 
     docs/deviations.md lists the differences from vLLM.
 
@@ -52,6 +54,7 @@ class VLLMv1(PooledManager):
         enable_prefix_caching: bool = True,
         queue_uncached: bool = False,
         sliding_window: int | None = None,
+        enable_kv_cache_events: bool = False,
     ) -> None:
         super().__init__(
             num_blocks,
@@ -61,9 +64,21 @@ class VLLMv1(PooledManager):
             enable_prefix_caching=enable_prefix_caching,
             queue_uncached=queue_uncached,
         )
+        if true_or_false("enable_kv_cache_events", enable_kv_cache_events):
+            self.pool.events = []
         self.sliding_window = sliding_window
         if sliding_window is not None:
             self.sliding_window = at_least(1, "sliding_window", sliding_window)
+
+    def take_events(self) -> list[Event]:
+        """The events since the last call, in their order; they are kept until then.
+
+        Raises ValueError without ``enable_kv_cache_events``.
+        """
+        if self.pool.events is None:
+            raise ValueError("enable_kv_cache_events=False: the manager records no events")
+        events, self.pool.events = self.pool.events, []
+        return events
 
     def _match(self, seq: Sequence, limit: int) -> tuple[list[int], None]:
         hashes = self._hasher.block_hashes(seq)[:limit]
@@ -86,6 +101,7 @@ class VLLMv1(PooledManager):
     def _extend(self, table: PooledTable, start: int, end: int) -> Copies:
         pool, blocks, size = self.pool, table.blocks, self.block_size
         num_blocks = -(-(end + table.num_lookahead_tokens) // size)
+        table.num_lookahead_tokens = 0
         if self.sliding_window is not None:
             self._give_back(table, start)
         copies: Copies = []

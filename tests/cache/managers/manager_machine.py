@@ -279,8 +279,13 @@ class ManagerMachine(RuleBasedStateMachine):
         ends = st.just(live.stored + 1) | st.integers(live.stored + 1, live.seq.num_tokens)
         end = data.draw(ends, label="end")
         version, table, start = live.seq.table_version, live.table, live.stored
+        ahead = {}
+        if self.manager.can_look_ahead:
+            ahead["num_lookahead_tokens"] = data.draw(st.sampled_from([0, 0, 1, 5]), label="ahead")
         copies = self.attempt(
-            live, end, lambda: self.manager.allocate_slots(live.seq, end - live.stored)
+            live,
+            end + sum(ahead.values()),
+            lambda: self.manager.allocate_slots(live.seq, end - live.stored, **ahead),
         )
         if copies is not None:
             self.write(live, end, copies)
@@ -330,8 +335,11 @@ class ManagerMachine(RuleBasedStateMachine):
         blocks, num_cached = self.manager.get_computed_blocks(seq)
         count = data.draw(st.integers(1, seq.num_tokens - num_cached), label="tokens")
         end = num_cached + count
+        ahead = 3 * self.manager.can_look_ahead
         copies = self.attempt(
-            Live(seq, 0, []), end, lambda: self.manager.allocate_slots(seq, count, blocks)
+            Live(seq, 0, []),
+            end + ahead,
+            lambda: self.manager.allocate_slots(seq, count, blocks, ahead),
         )
         if copies is not None:
             assert copies == []

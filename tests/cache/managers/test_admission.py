@@ -90,6 +90,9 @@ def test_a_hit_is_refused_once_the_manager_has_changed(name):
     seq = Sequence(1, range(12))
     hit = manager.find(seq)
     assert hit.num_tokens == 8
+    equal = Sequence(2, range(12))
+    with pytest.raises(ValueError, match=r"hit: it was found for .*seq_id=1.*find\(.*seq_id=2"):
+        manager.admit(equal, hit, 12)
     other = started(manager, 2, [7] * 30)
     with pytest.raises(ValueError, match="hit: the manager has changed since it was found"):
         manager.admit(seq, hit, 12)

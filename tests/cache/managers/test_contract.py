@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import time
 
 import numpy as np
@@ -20,6 +22,7 @@ from manager_helpers import (
 
 from cache import CacheStats, Sequence, UnsupportedByDesign
 from cache.managers import MANAGERS
+from cache.managers.base import Hit
 from cache.policies import POLICIES
 
 every_manager = pytest.mark.parametrize("name", NAMES)
@@ -28,14 +31,16 @@ forking_manager = pytest.mark.parametrize("name", FORKING)
 
 
 def test_the_designs_differ_in_what_they_offer():
-    features = ("prefix_caching", "can_chunk", "can_fork", "can_swap", "can_reset")
+    features = (
+        "prefix_caching", "can_chunk", "can_fork", "can_look_ahead", "can_swap", "can_reset",
+    )  # fmt: skip
     offered = {name: [f for f in features if getattr(MANAGERS[name], f)] for name in NAMES}
     assert offered == {
         "contiguous": ["can_chunk"],
         "paged": ["can_chunk"],
         "nano_vllm": ["prefix_caching", "can_chunk"],
         "vllm_v0": ["prefix_caching", "can_fork", "can_swap"],
-        "vllm_v1": ["prefix_caching", "can_chunk", "can_fork", "can_reset"],
+        "vllm_v1": ["prefix_caching", "can_chunk", "can_fork", "can_look_ahead", "can_reset"],
         "radix": ["prefix_caching", "can_chunk", "can_fork", "can_reset"],
     }
 
@@ -46,6 +51,7 @@ REFUSED = {
     "swap_in": ("can_swap", lambda m, seq: m.swap_in(seq)),
     "can_swap_out": ("can_swap", lambda m, seq: m.can_swap_out(seq)),
     "can_swap_in": ("can_swap", lambda m, seq: m.can_swap_in(seq)),
+    "num_lookahead_tokens": ("can_look_ahead", lambda m, _: m.admit(Sequence(1, [1]), Hit(), 1, 1)),
     "reset_prefix_cache": ("can_reset", lambda m, seq: m.reset_prefix_cache()),
     "chunks": ("can_chunk", lambda m, seq: m.allocate_slots(Sequence(1, [1, 2]), 1)),
 }
@@ -63,6 +69,29 @@ def test_unsupported_calls_name_design_and_feature(name, feature):
     with pytest.raises(UnsupportedByDesign, match=f"'{name}' does not offer {feature}"):
         call(manager, seq)
     assert state_of(manager) == before
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"]
+)
+@every_manager
+def test_a_copy_goes_on_as_the_original_would(name, duplicate):
+    """Also of long prompts and conversations of many turns, which are linked lists."""
+    managers = [manager_of(name, 8192, 2), duplicate(manager_of(name, 8192, 2))]
+    prompts = [[*range(4 * turn)] for turn in range(1, 300)] + [[7] * 50, [*range(2500), 8]]
+    for number, prompt in enumerate(prompts):
+        tables = []
+        for manager in managers:
+            seq = Sequence(number, prompt)
+            num_cached = manager.allocate(seq)
+            tables.append((num_cached, manager.block_table(seq), manager.stats))
+            if number % 100:
+                manager.free(seq)
+        assert tables[0] == tables[1]
+        if number % 100 == 70:
+            managers[number % 2] = duplicate(managers[0])
+    for manager in managers:
+        manager.check_invariants()
 
 
 @caching_manager

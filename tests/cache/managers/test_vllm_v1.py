@@ -6,12 +6,15 @@ Nano-vLLM's queue equals the older queue of vllm_v1.
 from __future__ import annotations
 
 import functools
+import random
+from collections import Counter
 
 import manager_helpers
 import pytest
 from manager_helpers import cached, grow, lines_run, started
 
 from cache import Sequence, make_workload, simulate
+from cache.blocks.events import AllBlocksCleared, BlockRemoved
 from cache.managers.pooled import PooledManager
 from cache.policies.lru import LRU
 
@@ -117,6 +120,71 @@ def test_worked_example_of_duplicates(first_freed):
         manager.check_invariants()
     expected = {"a": 3, "b": 1}[first_freed]
     assert manager.get_computed_blocks(Sequence("probe", range(9))) == ([0, expected], 8)
+
+
+def names_of(events, hashes: dict[bytes, int]) -> list[tuple]:
+    """Events with the blocks' contents numbered as they appear, and their parents."""
+    return [
+        (
+            type(event).__name__,
+            [hashes.setdefault(key, len(hashes)) for key in getattr(event, "block_hashes", ())],
+            len(getattr(event, "token_ids", ())),
+            hashes.get(getattr(event, "parent_block_hash", None)),
+        )
+        for event in events
+    ]
+
+
+def test_lookahead_tokens_and_events_as_in_vllm_0_33():
+    """The tables and events of its KVCacheManager for the same calls."""
+    manager, hashes = manager_of(8, 4, enable_kv_cache_events=True), {}
+    seq = Sequence("a", range(6))
+    manager.allocate_slots(seq, 6, num_lookahead_tokens=5)
+    seq.append_token(6)
+    manager.append(seq, num_lookahead_tokens=3)
+    assert manager.block_table(seq) == [0, 1, 2]
+    assert names_of(manager.take_events(), hashes) == [("BlockStored", [0], 4, None)]
+    for token in (7, 8, 9):  # two accepted drafts, and the token after them
+        seq.append_token(token)
+    manager.append(seq, num_lookahead_tokens=4)
+    assert manager.block_table(seq) == [0, 1, 2, 3]
+    assert names_of(manager.take_events(), hashes) == [("BlockStored", [1], 4, 0)]
+    other = started(manager, "b", [*range(8), *[50] * 13])
+    assert manager.block_table(other) == [0, 1, 4, 5, 6, 7]
+    assert names_of(manager.take_events(), hashes) == [("BlockStored", [2, 3, 4], 12, 1)]
+    manager.free(seq)
+    manager.free(other)
+    assert manager.take_events() == []
+    seq = started(manager, "c", [60] * 29)
+    assert manager.block_table(seq) == [7, 3, 2, 6, 5, 4, 1, 0]
+    stored = ("BlockStored", [5, 6, 7, 8, 9, 10, 11], 28, None)
+    removed = [("BlockRemoved", [number], 0, None) for number in (4, 3, 2, 1, 0)]
+    assert names_of(manager.take_events(), hashes) == [*removed, stored]
+    manager.free(seq)
+    assert manager.reset_prefix_cache()
+    assert names_of(manager.take_events(), hashes) == [("AllBlocksCleared", [], 0, None)]
+    with pytest.raises(ValueError, match="enable_kv_cache_events=False: the manager records no"):
+        manager_of(8).take_events()
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "safeguarded"])
+def test_a_router_that_reads_the_events_knows_the_cached_blocks(policy):
+    manager = manager_of(12, 2, policy=policy, enable_kv_cache_events=True)
+    held, generator = Counter(), random.Random(0)
+    for number in range(300):
+        seq = Sequence(number, generator.choices(range(2), k=generator.randrange(1, 24)))
+        manager.allocate(seq)
+        manager.free(seq)
+        if number % 100 == 50:
+            manager.reset_prefix_cache()
+        for event in manager.take_events():
+            if isinstance(event, AllBlocksCleared):
+                held.clear()
+            elif isinstance(event, BlockRemoved):
+                held.subtract(event.block_hashes)
+            else:
+                held.update(event.block_hashes)
+        assert +held == Counter(filter(None, manager.pool.block_hashes))
 
 
 def test_making_many_blocks_takes_no_loop():
