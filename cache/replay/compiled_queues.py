@@ -17,9 +17,9 @@ from cache.traces.trace import Trace
 
 _RECORD = np.dtype(
     [
-        ("older", np.int32),  # neighbours in the list
-        ("newer", np.int32),
-        ("list", np.int32),  # its end; 0: in none
+        ("older", np.int64),  # neighbours in the list
+        ("newer", np.int64),
+        ("list", np.int64),  # its end; 0: in none
         ("length", np.int32),  # of an end
         ("num_released", np.int32),  # of an end
         ("in_use", np.bool_),

@@ -78,7 +78,8 @@ def _replay(run, policy: EvictionPolicy, trace: Trace, capacity: int):
 
 def _arguments(trace: Trace, capacity: int, operations: Operations) -> tuple:
     facts, resident = trace.request_facts, np.zeros(trace.num_unique_blocks, np.bool_)
-    return trace.block_ids, trace.offsets, capacity, facts, resident, _values(operations)
+    block_ids = trace.block_ids.astype(np.int64)  # as all integers, for fewer compilations
+    return block_ids, trace.offsets, capacity, facts, resident, _values(operations)
 
 
 def _values(operations: Operations) -> tuple:
@@ -198,7 +199,8 @@ def _add_method(
         return renamed
 
     choose.__signature__ = inspect.signature(renamed)
-    numba.extending.overload_method(self_type, name)(choose)
+    options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    numba.extending.overload_method(self_type, name, jit_options=options)(choose)
 
 
 def _make(key: str, state: tuple):
