@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING
 
 from cache.policies.base import EvictionPolicy
+
+if TYPE_CHECKING:
+    from cache.replay.operations import Operations
+    from cache.traces.trace import Trace
 
 
 class Bag:
@@ -54,6 +59,13 @@ class Random(EvictionPolicy):
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
         self._generator = random.Random(self.seed)
         self._released = Bag()
+
+    def operations(self, trace: Trace, capacity: int) -> Operations | None:
+        if type(self) is not Random:
+            return None
+        from cache.replay.compiled_random import operations_of  # numba is slow to import
+
+        return operations_of(self, trace, capacity)
 
     def pin(self, block: int) -> None:
         self._released.remove(block)

@@ -17,7 +17,6 @@ import functools
 import hashlib
 import inspect
 import math
-import random
 from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
@@ -85,14 +84,6 @@ def _arguments(trace: Trace, capacity: int, operations: Operations) -> tuple:
 def _values(operations: Operations) -> tuple:
     values = operations.state.values()
     return tuple(_values(value) if isinstance(value, Operations) else value for value in values)
-
-
-def draws(generator: random.Random, count: int) -> np.ndarray:
-    """The next ``count`` results of ``generator.random()``, which it still gives afterwards."""
-    _, state, _ = generator.getstate()
-    twin = np.random.RandomState()
-    twin.set_state(("MT19937", state[:-1], state[-1]))
-    return twin.random_sample(count)
 
 
 def _compile(key: str) -> Callable:
