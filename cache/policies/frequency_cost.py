@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 from cache.policies.priority import BlockHistory, PriorityPolicy
 
@@ -17,16 +16,12 @@ class FrequencyCost(PriorityPolicy):
     """
 
     name = "frequency_cost"
+    memory_size = 1  # the time of the first hit
 
-    def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
-        super().start(capacity, next_use)
-        self._first_hits: dict[int, float] = {}
-
-    def priority(self, block: BlockHistory) -> float:
-        if block.accesses == 1:  # new content
-            self._first_hits.pop(block.block, None)
-            return 0.0
+    @staticmethod
+    def priority(block: BlockHistory) -> float:
         seconds = block.request.time_ms / 1000
         now = block.accessed if math.isnan(seconds) else seconds
-        first = self._first_hits.setdefault(block.block, now)
-        return (block.accesses - 1) / max(1.0, now - first)
+        if block.accesses == 2:
+            block.memory[0] = now
+        return (block.accesses - 1) / max(1.0, now - block.memory[0])

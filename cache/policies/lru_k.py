@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable
 
 from cache.checks import at_least
 from cache.policies.priority import BlockHistory, PriorityPolicy
@@ -21,15 +19,10 @@ class LRUK(PriorityPolicy):
     name = "lru_k"
 
     def __init__(self, k: int = 2) -> None:
-        self.k = at_least(1, "k", k)
+        self.k = self.memory_size = at_least(1, "k", k)
 
-    def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
-        super().start(capacity, next_use)
-        self._last_accesses: dict[int, deque[int]] = {}
-
-    def priority(self, block: BlockHistory) -> float:
-        if block.accesses == 1:  # new content
-            self._last_accesses[block.block] = deque(maxlen=self.k)
-        accesses = self._last_accesses[block.block]
-        accesses.append(block.accessed)
-        return accesses[0] if len(accesses) == self.k else -math.inf
+    @staticmethod
+    def priority(block: BlockHistory) -> float:
+        k = len(block.memory)
+        block.memory[int(block.accesses - 1) % k] = block.accessed
+        return block.memory[int(block.accesses) % k] if block.accesses >= k else -math.inf

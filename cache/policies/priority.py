@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import inspect
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, MutableSequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -57,6 +57,8 @@ class BlockHistory(NamedTuple):
     """Time since the release before this one, a ghost's included; NaN: there is none."""
     request: Request = UNKNOWN_REQUEST
     """The request that releases the block."""
+    memory: MutableSequence[float] = ()
+    """``memory_size`` numbers that ``priority`` may change; zeros when the content comes in."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +74,7 @@ class _Record:
     inserted: int = 0
     accesses: int = 0
     priority: float = math.nan
+    memory: MutableSequence[float] = ()
     queued: int = 0  # since when it has this priority: the place among equals
 
 
@@ -89,6 +92,9 @@ class PriorityPolicy(EvictionPolicy):
 
     ghost_ratio: float = 0.0
     """Number of evicted contents whose accesses are remembered, in multiples of the capacity."""
+
+    memory_size: int = 0
+    """Numbers that are kept of each block in the pool, in ``block.memory``."""
 
     _own: np.record | None = None
 
@@ -176,6 +182,8 @@ class PriorityPolicy(EvictionPolicy):
             raise ValueError(f"insert: block {block} holds content already")
         record = _Record(depth, key, self._with_key.get(parent))
         self._records[block] = self._with_key[key] = record
+        if self.memory_size:
+            record.memory = [0.0] * self.memory_size
         if record.parent:
             record.parent.children += 1
         if ghost := self._ghosts.take(key):
@@ -238,6 +246,7 @@ class PriorityPolicy(EvictionPolicy):
                 record.before + record.accesses + 1,
                 self._time - record.accessed if record.accessed else math.nan,
                 self._request,
+                record.memory,
             )
         )
         queued = record.queued if priority == record.priority else self._queued + 1

@@ -63,7 +63,7 @@ def _warmed_up(priority, needs_future: bool, own_dtype):
     own = np.ones(1, own_dtype)[0] if own_dtype else None
     arguments = (
         np.zeros(1, np.int32), np.array([0, 1]), 1, 1, needs_future,
-        np.ones((1, 6)), 0, own,
+        np.ones((1, 6)), 0, own, np.zeros((1, 1)),
     )  # fmt: skip
     tolerated = (ArithmeticError, ValueError) if own_dtype else ()
     return warmed_up(replay, arguments, priority.__qualname__, tolerated)
@@ -102,6 +102,7 @@ def _replay(compiled, policy: PriorityPolicy, trace: Trace, capacity: int):
         trace.request_facts,
         num_ghosts(policy, capacity),
         policy.own_state(capacity),
+        np.zeros((trace.num_unique_blocks, policy.memory_size)),
     )
 
 
@@ -109,7 +110,7 @@ def compile_replay(priority: Callable[..., float], has_own: bool) -> Callable:
     """Compile the replay for one priority function, with a second argument if it ``has_own``.
 
     Returns ``replay(block_ids, offsets, num_unique, capacity, needs_future, request_facts,
-    num_ghosts, own)`` -> ``(hit_blocks, evictions)``, of each request.  Raises
+    num_ghosts, own, memory)`` -> ``(hit_blocks, evictions)``, of each request.  Raises
     numba's own error, at the first call, if numba cannot compile ``priority``.  Replays of built-in
     policies are cached on disk beside this file (``NUMBA_CACHE_DIR`` moves them).
 
@@ -141,9 +142,10 @@ def compile_replay(priority: Callable[..., float], has_own: bool) -> Callable:
 
     def run(
         block_ids, offsets, capacity, next_uses, blocks, queues,
-        request_facts, num_ghosts, own,
+        request_facts, num_ghosts, own, memory,
     ):  # fmt: skip
         blocks, rising, heap = borrowed(blocks), borrowed(queues[0]), borrowed(queues[1])
+        memory = borrowed(memory)
         num_requests = len(offsets) - 1
         hits = np.zeros(num_requests, np.int64)
         queue_size = len(rising)
@@ -225,6 +227,7 @@ def compile_replay(priority: Callable[..., float], has_own: bool) -> Callable:
                     block.accessed = 0
                 block.accesses = 0
                 block.children = 0
+                memory[block_ids[at]] = 0.0
                 block.depth = at - start
                 if block.depth:
                     block.parent = block_ids[at - 1]
@@ -254,6 +257,7 @@ def compile_replay(priority: Callable[..., float], has_own: bool) -> Callable:
                         np.float64(block.before + block.accesses),
                         interval,
                         facts,
+                        memory[block_id],
                     ),
                     own,
                 )
