@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import inspect
 import math
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, MutableSequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -67,8 +68,7 @@ class _Record:
 
     depth: int
     key: Hashable
-    parent: _Record | None
-    children: int = 0
+    parent: Hashable | None
     accessed: int = 0  # of a ghost, as ``before``, until the content is released again
     before: int = 0
     inserted: int = 0
@@ -167,7 +167,7 @@ class PriorityPolicy(EvictionPolicy):
         self._own = self.own_state(capacity)
         self._request = UNKNOWN_REQUEST
         self._ghosts = GhostList(num_ghosts(self, capacity))
-        self._with_key: dict[Hashable, _Record] = {}
+        self._children: Counter[Hashable] = Counter()  # by key of the parent, resident or not
         self._records: dict[int, _Record] = {}
         self._released = LazyHeap()
         self._queued = 0
@@ -180,12 +180,11 @@ class PriorityPolicy(EvictionPolicy):
     def insert(self, block: int, key: Hashable, parent: Hashable | None, depth: int) -> None:
         if block in self._records:
             raise ValueError(f"insert: block {block} holds content already")
-        record = _Record(depth, key, self._with_key.get(parent))
-        self._records[block] = self._with_key[key] = record
+        record = self._records[block] = _Record(depth, key, parent)
         if self.memory_size:
             record.memory = [0.0] * self.memory_size
-        if record.parent:
-            record.parent.children += 1
+        if parent is not None:
+            self._children[parent] += 1
         if ghost := self._ghosts.take(key):
             record.accessed, record.before = ghost.accessed, ghost.before + ghost.accesses
 
@@ -217,10 +216,10 @@ class PriorityPolicy(EvictionPolicy):
 
     def _give_up(self, block: int) -> None:
         record = self._records.pop(block)
-        self._with_key.pop(record.key, None)
-        if record.parent:
-            record.parent.children -= 1
-            record.parent = None
+        if record.parent is not None:
+            self._children[record.parent] -= 1
+            if not self._children[record.parent]:
+                del self._children[record.parent]
         if self.ghost_ratio:
             self._ghosts.add(record.key, record)
 
@@ -242,7 +241,7 @@ class PriorityPolicy(EvictionPolicy):
                 math.nan if self._next_use is None else self._next_use(block),
                 record.depth,
                 self._clock,
-                record.children,
+                self._children[record.key],
                 record.before + record.accesses + 1,
                 self._time - record.accessed if record.accessed else math.nan,
                 self._request,

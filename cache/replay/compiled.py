@@ -226,7 +226,6 @@ def compile_replay(priority: Callable[..., float], has_own: bool) -> Callable:
                     block.before = 0
                     block.accessed = 0
                 block.accesses = 0
-                block.children = 0
                 memory[block_ids[at]] = 0.0
                 block.depth = at - start
                 if block.depth:

@@ -86,7 +86,7 @@ def simulate(
     option, a priority that is not a number, or a trace without block ids; RuntimeError for a policy
     that evicts what it must not; TraceError for a file that cannot be read.
     """
-    capacity_blocks = at_least(1, "capacity_blocks", capacity_blocks)
+    capacity_blocks = at_least(1, "capacity_blocks", capacity_blocks, most=2**63 - 1)
     if not isinstance(counted, slice) or counted.step not in (None, 1):
         raise ValueError(f"counted={counted!r}: needs a slice of requests without a step")
     policy = as_policy(policy, **options)
