@@ -47,7 +47,8 @@ def keys_of(seq: ScheduledSequence) -> dict:
 def assert_hashes_are_of_known_tokens(seq: ScheduledSequence) -> None:
     known = seq.token_ids[: seq.num_tokens - seq.num_unknown_tokens]
     for name, chain in seq.hash_chains.items():
-        expected = BlockHasher(*name).block_hashes(Sequence(0, known, **keys_of(seq)))
+        whole = Sequence(0, known, mm_inputs=seq.mm_inputs, **keys_of(seq))
+        expected = BlockHasher(*name).block_hashes(whole)
         assert chain == expected[: len(chain)]
 
 

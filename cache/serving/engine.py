@@ -134,9 +134,9 @@ class Engine:
         params: SamplingParams,
         cache_salt: str | bytes | None = None,
         *,
-        lora_name: str | int | None = None,
         mm_inputs: Items[tuple[str | bytes, int, int]] = (),
         priority: int = 0,
+        **keys: Any,
     ) -> array:
         """The packed token ids of a request.  Raises the errors that ``add`` would raise for it."""
         if not isinstance(params, SamplingParams):
@@ -151,8 +151,7 @@ class Engine:
         if not isinstance(mm_inputs, list | tuple):
             needs = "a list of (content_hash, offset, length)"
             raise ValueError(f"mm_inputs={shown(mm_inputs)}: needs {needs}")
-        keys = {"cache_salt": cache_salt, "lora_name": lora_name, "mm_inputs": mm_inputs}
-        Sequence(None, prompt_token_ids, **keys)
+        Sequence(None, prompt_token_ids, cache_salt=cache_salt, mm_inputs=mm_inputs, **keys)
         if as_int("priority", priority) and self.scheduler.policy != "priority":
             needs = 'needs 0, or a Scheduler(policy="priority")'
             raise ValueError(f"priority={shown(priority)}: {needs}")

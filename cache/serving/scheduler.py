@@ -252,7 +252,7 @@ class Scheduler:
             count = self._admit(seq, budget, step)
             if count is None:
                 break
-            self.waiting.remove(seq)
+            self.waiting.pop()
             self.manager.expect(seq.order)
             seq.status = Status.RUNNING
             bisect.insort(self.running, seq, key=attrgetter("order"))

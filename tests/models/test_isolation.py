@@ -170,14 +170,6 @@ def test_a_request_is_refused_or_served(manager, overlap, fields, prompt):
         assert not any(stop in output.text for stop in params.stop) or params.min_tokens
 
 
-@pytest.mark.parametrize("salt", ["\ud800", "a\udfff", 7])
-def test_a_salt_that_cannot_be_hashed_is_refused(salt):
-    engine = make_llm().engine
-    with pytest.raises(ValueError, match="cache_salt="):
-        engine.add(OTHER, SEEDED, salt)
-    assert not [*engine.requests, *engine.scheduler.waiting]
-
-
 PROMPT = [1, 2, 3]
 PLAIN, BEAMS = SamplingParams(n=2, max_tokens=9), SamplingParams(beam_width=2, max_tokens=9)
 FAULTS = {

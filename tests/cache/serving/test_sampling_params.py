@@ -29,6 +29,7 @@ from cache.serving.sampling_params import SamplingParams
         ({"stop": ["a", ""]}, "stop=.*: needs a text, or a collection of texts"),
         ({"stop": 7}, "stop=7"),
         ({"logprobs": -1}, "logprobs=-1"),
+        ({"skip_reading_prefix_cache": 1}, "skip_reading_prefix_cache=1: needs True or False"),
         ({"seed": 1.0}, "seed=1.0"),
         ({"max_tokens": 0}, "max_tokens=0"),
         ({"stop_token_ids": "ab"}, "stop_token_ids='ab'"),
