@@ -342,6 +342,6 @@ def poisson_arrivals(rate: float, count: int, rng: np.random.Generator) -> list[
 
     ``rate``: requests per second.  The same ``rng`` at twice the rate gives half the times.
     """
-    gaps = rng.standard_exponential(at_least(0, "count", count))
-    gaps /= finite("rate", rate, positive=True)
+    finite("rate", rate, positive=True)
+    gaps = rng.standard_exponential(at_least(0, "count", count)) / rate
     return (gaps.cumsum() - gaps[:1]).tolist()

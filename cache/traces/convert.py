@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import operator
 import os
 import sys
@@ -26,8 +25,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cache.checks import at_least
-from cache.traces.files import read_lines, split_suffixes, unique_keys
+from cache.checks import at_least, finite
+from cache.traces.files import parse_json, read_lines, split_suffixes
 from cache.traces.trace import (
     Trace,
     TraceError,
@@ -37,8 +36,6 @@ from cache.traces.trace import (
     read_requests,
     save_trace,
 )
-
-_parse = partial(json.loads, object_pairs_hook=unique_keys)
 
 _BAILIAN_BLOCK = 16
 _RAGPULSE_PARTS = ("sys_prompt", "passages_ids", "history", "web_search", "user_input")
@@ -74,7 +71,7 @@ def convert_bailian(path: str | os.PathLike) -> Trace:
     path, prefixes = Path(path), _Prefixes()
 
     def request(line: bytes) -> tuple:
-        record = _parse(line)
+        record = parse_json(line)
         lengths = record["input_length"], record["output_length"]
         return _milliseconds(record["timestamp"]), *lengths, prefixes(record["hash_ids"])
 
@@ -96,11 +93,11 @@ def convert_ragpulse(folder: str | os.PathLike, *, block_size: int = 16) -> Trac
         key = operator.itemgetter(field, "token_length")
         for number, line in read_lines(folder / file):
             with placed(partial(TraceError, folder / file), number):
-                part, length = key(_parse(line))
+                part, length = key(parse_json(line))
                 lengths[part] = at_least(0, "token_length", length)
 
     def request(line: bytes) -> tuple:
-        record = _parse(line)
+        record = parse_json(line)
         parts = [part for name in _RAGPULSE_PARTS for part in record["hash_ids"][name]]
         parts = [(part, lengths[part]) for part in parts]
         tokens = sum(length for _, length in parts)
@@ -136,6 +133,7 @@ def convert_sessions(folder: str | os.PathLike, *, hours: float = 24.0, seed: in
     """
     import numpy as np
 
+    finite("hours", hours)
     paths = sorted(Path(folder).glob("trace_*.json"))
     if not paths:
         raise ValueError(f"folder must hold trace_*.json, got {os.fspath(folder)!r}")
@@ -145,7 +143,7 @@ def convert_sessions(folder: str | os.PathLike, *, hours: float = 24.0, seed: in
     requests, block_size = [], None
     for number, (path, start) in enumerate(zip(paths, starts, strict=True)):
         with placed(partial(TraceError, path), 1):
-            session = _parse(path.read_bytes())
+            session = parse_json(path.read_bytes())
             block_size = block_size or session["block_size"]
             if session["block_size"] != block_size:
                 raise ValueError(f"blocks of {session['block_size']} tokens, others {block_size}")

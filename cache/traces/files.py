@@ -13,7 +13,9 @@ This module reads files; ``cache.traces.trace`` checks requests.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import math
 import os
 import re
 import reprlib
@@ -21,10 +23,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+from cache.checks import at_least
 
 COMPRESSIONS = (".gz", ".zst")
 FORMATS = (".jsonl", ".csv")
+
+MAX_LINE_BYTES = 2**26
 
 _MOONCAKE_FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 _AZURE_FIELDS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -54,54 +60,79 @@ def split_suffixes(path: Path) -> tuple[str, str | None, str | None]:
     return name, file_format, compression
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def read_lines(path: Path, max_decompressed_bytes: int = 1 << 30) -> Iterator[tuple[int, bytes]]:
     """Yield the lines of a trace file that are not blank, decompressed, with their numbers from 1.
 
-    Raises TraceError for an unknown extension and a corrupt or truncated stream; OSError for a file
-    that cannot be opened.
+    The file is read in pieces.  Raises TraceError for an unknown extension, a corrupt or truncated
+    stream, a compressed file with more than ``max_decompressed_bytes`` of text and a line of more
+    than ``MAX_LINE_BYTES``; OSError for a file that cannot be opened.
     """
     _, file_format, compression = split_suffixes(path)
     if file_format is None:
         raise TraceError(
             path, 1, f"unknown extension {path.suffix!r}; known: {_known_extensions(FORMATS)}"
         )
-    content = path.read_bytes()
-    if compression is not None:
-        try:
-            content = _decompressed(content, compression)
-        except ValueError as error:
-            raise TraceError(path, 1, str(error)) from None
-    for number, line in enumerate(content.split(b"\n"), 1):
-        if line and not line.isspace():
-            yield number, line
+    left = at_least(1, "max_decompressed_bytes", max_decompressed_bytes, math.inf) + 1
+    number, pending, length = 1, [], 0
+    try:
+        for chunk in itertools.chain(_chunks(path, compression), [b"\n"]):  # ends the last line
+            left -= len(chunk) if compression else 0
+            if left < 0:
+                raise ValueError(
+                    f"expands to more than {max_decompressed_bytes:,} bytes of text: decompress it "
+                    "first, or give load_trace a larger max_decompressed_bytes"
+                )
+            if not length and chunk.isspace():
+                number += chunk.count(b"\n")
+                continue
+            *lines, rest = chunk.split(b"\n")
+            for line in lines:
+                pending.append(line)
+                line = b"".join(pending)
+                if line and not line.isspace():
+                    yield number, line
+                number, pending, length = number + 1, [], 0
+            pending.append(rest)
+            length += len(rest)
+            if length > MAX_LINE_BYTES:
+                raise ValueError(f"a line has more than {MAX_LINE_BYTES:,} bytes")
+    except ValueError as error:
+        raise TraceError(path, number, str(error)) from None
 
 
-def _decompressed(data: bytes, compression: str) -> bytes:
-    """Raises ValueError for data that is corrupt or ends too early."""
-    if compression == ".gz":
+def _chunks(path: Path, compression: str | None) -> Iterator[bytes]:
+    """The decompressed content; ValueError if it is corrupt or ends too early."""
+    with open(path, "rb") as file:
+        if compression == ".zst":
+            yield from _zstandard_chunks(file)
+            return
         import gzip
         import zlib
 
         try:
-            return gzip.decompress(data)
+            stream = gzip.GzipFile(fileobj=file) if compression else file
+            while chunk := stream.read(1 << 20):
+                yield chunk
         except EOFError:
             raise ValueError("truncated gzip stream: the file ends too early") from None
         except (gzip.BadGzipFile, zlib.error) as error:
             raise ValueError(f"corrupt gzip stream: {error}") from None
+
+
+def _zstandard_chunks(file: BinaryIO) -> Iterator[bytes]:
+    """Frame by frame: zstandard's own reader takes a truncated file for a complete one."""
     import zstandard
 
-    # Frame by frame: zstandard's own reader takes a truncated file for a complete one.
-    parts = []
-    while data:
-        frame = zstandard.ZstdDecompressor().decompressobj()
+    data, frame = b"", None
+    while data or (data := file.read(1024)):  # of which zstandard can make 32 MiB
+        frame = frame or zstandard.ZstdDecompressor().decompressobj()
         try:
-            parts.append(frame.decompress(data))
+            yield frame.decompress(data)
         except zstandard.ZstdError as error:
             raise ValueError(f"corrupt zstandard stream: {error}") from None
-        if not frame.eof:
-            raise ValueError("truncated zstandard stream: the file ends too early")
-        data = frame.unused_data
-    return b"".join(parts)
+        data, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+    if frame is not None:
+        raise ValueError("truncated zstandard stream: the file ends too early")
 
 
 class RecordParser:
@@ -120,13 +151,9 @@ class RecordParser:
         self._start: datetime | None = None
 
     def __call__(self, line: bytes) -> tuple | None:
-        try:
-            text = line.decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"not UTF-8 text: {error.reason} at byte {error.start + 1}") from None
         if self._format == ".jsonl":
-            return _mooncake_record(text)
-        cells = [cell.strip() for cell in text.split(",")]
+            return _mooncake_record(line)
+        cells = [cell.strip() for cell in _decoded(line).split(",")]
         if self._columns is None:
             self._columns = cells
             missing = [field for field in _AZURE_FIELDS if field not in cells]
@@ -156,7 +183,7 @@ class RecordParser:
         # The 2024 files carry a time zone, the 2023 files do not: taken as UTC.
         moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
         self._start = self._start or moment
-        return (moment - self._start) / timedelta(milliseconds=1), *map(int, lengths), (), {}
+        return (moment - self._start) / timedelta(milliseconds=1), *map(_as_int, lengths), (), {}
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> None:
@@ -207,11 +234,38 @@ def unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return record
 
 
-def _mooncake_record(text: str) -> tuple:
+_DECODER = json.JSONDecoder(object_pairs_hook=unique_keys)
+
+
+def parse_json(line: bytes) -> Any:
+    """The value of a JSON text.  Raises ValueError for text that is not UTF-8 or not JSON, and for
+    a key that comes twice in an object."""
+    text = _decoded(line)
     try:
-        record = json.loads(text, object_pairs_hook=unique_keys)
+        return _DECODER.decode(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"malformed JSON: {error.msg} at column {error.colno}") from None
+    except ValueError:  # a key comes twice, or an integer is too long for Python
+        return json.JSONDecoder(object_pairs_hook=unique_keys, parse_int=_as_int).decode(text)
+
+
+def _decoded(line: bytes) -> str:
+    try:
+        return line.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 text: {error.reason} at byte {error.start + 1}") from None
+
+
+def _as_int(digits: str) -> float:
+    """An int; infinity if it has more digits than Python converts."""
+    try:
+        return int(digits)
+    except ValueError:
+        return float(digits)
+
+
+def _mooncake_record(line: bytes) -> tuple:
+    record = parse_json(line)
     if not isinstance(record, dict):
         raise ValueError(f"must be a JSON object, got {reprlib.repr(record)}")
     try:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import numbers
 import os
+import re
 import reprlib
 import sys
 from array import array
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 __all__ = ["Trace", "TraceError", "TraceRequest", "load_trace", "save_trace"]
+
+MAX_COLUMNS = 256
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class TraceRequest(NamedTuple):
@@ -170,14 +174,14 @@ class Trace:
 
     def head(self, num_requests: int) -> Trace:
         """The first ``num_requests`` requests (all, if there are fewer)."""
-        return self[: at_least(0, "num_requests", num_requests)]
+        return self[: at_least(0, "num_requests", num_requests, 2**63 - 1)]
 
     def take(self, indices: Sequence[int] | np.ndarray) -> Trace:
         """The requests at ``indices``.  Raises ValueError unless these ascend from 0 or more."""
         import numpy as np
 
-        rows = np.asarray(indices, int)
-        if (np.diff(rows, prepend=-1) <= 0).any():
+        rows = np.asarray(indices) if len(indices) else np.empty(0, int)
+        if rows.dtype.kind != "i" or (np.diff(rows, prepend=-1) <= 0).any():
             raise ValueError(f"indices must ascend from 0 or more, got {reprlib.repr(indices)}")
         starts = self.offsets[rows]
         block_ids, offsets = _picked(self.block_ids, starts, self.offsets[rows + 1] - starts)
@@ -223,7 +227,7 @@ class Trace:
             int(self.input_lengths[index]),
             int(self.output_lengths[index]),
             self.block_ids[self.offsets[index] : self.offsets[index + 1]],
-            {name: column[index].item() for name, column in self.columns.items()},
+            {name: column.item(index) for name, column in self.columns.items()},
         )
 
     def __iter__(self) -> Iterator[TraceRequest]:
@@ -236,7 +240,12 @@ class Trace:
         )
 
 
-def load_trace(path: str | os.PathLike, *, block_size: int | None = None) -> Trace:
+def load_trace(
+    path: str | os.PathLike,
+    *,
+    block_size: int | None = None,
+    max_decompressed_bytes: int = 1 << 30,
+) -> Trace:
     """Read a request trace: JSON lines as published with Mooncake, or Azure's CSV.
 
     ``path`` ends in ``.jsonl`` or ``.csv``, alone or followed by ``.gz`` or ``.zst``.  The trace is
@@ -260,18 +269,19 @@ def load_trace(path: str | os.PathLike, *, block_size: int | None = None) -> Tra
     """
     path = Path(path)
     name, file_format, _ = split_suffixes(path)
-    return read_requests(path, RecordParser(file_format), name, block_size)
+    limit = {"max_decompressed_bytes": max_decompressed_bytes}
+    return read_requests(path, RecordParser(file_format), name, block_size, **limit)
 
 
 def read_requests(
-    path: Path, parse: Callable[[bytes], tuple | None], name: str, block_size: int | None
+    path: Path, parse: Callable[[bytes], tuple | None], name: str, block_size: int | None, **limit
 ) -> Trace:
     """The trace of the requests that ``parse`` finds in the lines of a file, None for no request.
 
     Raises TraceError for what is wrong with a line, and for a file without requests.
     """
     error, where = partial(TraceError, path), (lambda line: f"{path}:{line}")
-    trace = collected(read_lines(path), parse, error, where, name, block_size)
+    trace = collected(read_lines(path, **limit), parse, error, where, name, block_size)
     if not trace:
         raise TraceError(path, 1, "the file holds no requests")
     return trace
@@ -318,29 +328,35 @@ def collected(
     if block_size is not None:
         block_size = at_least(1, "block_size", block_size)
     timestamps, inputs, outputs = array("d"), array("q"), array("q")
-    blocks, ends, places = array("i"), array("q", [0]), []
-    known: defaultdict[str, dict[int, float | str]] = defaultdict(dict)
-    # An unknown id gets the next dense one, at the speed of a dictionary lookup.
-    dense_ids = defaultdict()
-    dense_ids.default_factory = dense_ids.__len__
+    ids, ends, places = array("q"), array("q", [0]), []
+    known: defaultdict[str, list[float | str | None]] = defaultdict(list)
     for place, row in rows:
         with placed(error, place):
             if (request := parse(row)) is None:
                 continue
             timestamp, input_length, output_length, hash_ids, *further = request
             timestamps.append(_timestamp(timestamp))
-            inputs.append(_length("input_length", input_length))
-            outputs.append(_length("output_length", output_length))
-            blocks.extend(map(dense_ids.__getitem__, _ids(hash_ids)))
+            inputs.append(at_least(0, "input_length", input_length))
+            outputs.append(at_least(0, "output_length", output_length))
+            hash_ids = _ids(hash_ids)
+            try:
+                ids.extend(hash_ids)
+            except OverflowError:  # beyond 64 bits
+                ids = [*ids[: ends[-1]], *hash_ids]
             for column, value in further[0].items() if further else ():
-                known[column][len(places)] = value
-            ends.append(len(blocks))
+                values = known[column]
+                values += [None] * (len(places) - len(values))
+                values.append(_known(column, value))
+                if len(known) > MAX_COLUMNS:
+                    reason = f"needs at most {MAX_COLUMNS} fields that are numbers or texts"
+                    raise ValueError(f"{reprlib.repr(column)}: {reason} besides the required ones")
+            ends.append(len(ids))
             places.append(place)
 
     timestamps_ms = np.array(timestamps, np.float64)
     input_lengths, output_lengths = np.array(inputs, np.int64), np.array(outputs, np.int64)
-    block_ids, offsets = np.array(blocks, np.int32), np.array(ends, np.int64)
-    if two_prefixes := _two_prefixes(block_ids, offsets, dense_ids):
+    block_ids, offsets = _dense(ids), np.array(ends, np.int64)
+    if two_prefixes := _two_prefixes(block_ids, offsets, ids):
         later, earlier, reason = two_prefixes
         reason += f" in {where(places[earlier])}: an id is unique to its prefix"
         raise error(places[later], reason)
@@ -360,13 +376,27 @@ def collected(
     return Trace(name, block_size, timestamps_ms, *lengths, block_ids, offsets, columns)
 
 
-def _column(values: dict[int, float | str], num_requests: int) -> np.ndarray:
-    """A column from the values of the requests that have one: texts if any of them is a text."""
+def _known(column: str, value: float | str | None) -> float | str | None:
+    """``value``, None for NaN; ValueError unless it is a finite number or a text of Unicode."""
+    if isinstance(value, numbers.Real):
+        is_valid = value != value or abs(value) <= sys.float_info.max
+    else:
+        is_valid = value is None or (isinstance(value, str) and not _SURROGATE.search(value))
+    if not is_valid or _SURROGATE.search(column):
+        value = reprlib.repr(value)
+        raise ValueError(f"{column!r}: needs a finite number or a Unicode text, got {value}")
+    return value if value == value else None
+
+
+def _column(values: list[float | str | None], num_requests: int) -> np.ndarray:
+    """A column of texts if any value is a text, else of numbers; requests at the end lack one."""
     import numpy as np
 
-    unknown = "" if any(isinstance(value, str) for value in values.values()) else np.nan
-    column = [values.get(request, unknown) for request in range(num_requests)]
-    return np.array(column, str if unknown == "" else np.float64)
+    values += [None] * (num_requests - len(values))
+    if any(isinstance(value, str) for value in values):
+        texts = ["" if value is None else str(value) for value in values]
+        return np.array(texts, np.dtypes.StringDType())
+    return np.array(values, np.float64)
 
 
 @contextlib.contextmanager
@@ -376,7 +406,7 @@ def placed(error: Callable[[Any, str], ValueError], place: Any) -> Iterator[None
         yield
     except KeyError as missing:
         raise error(place, f"no {missing.args[0]!r}") from None
-    except (ValueError, TypeError, RecursionError) as reason:
+    except (ValueError, TypeError, OverflowError, RecursionError) as reason:
         raise error(place, str(reason)) from None
 
 
@@ -387,13 +417,6 @@ def _timestamp(value) -> float:
             f"timestamp must be a finite number of milliseconds, got {reprlib.repr(value)}"
         )
     return float(value)
-
-
-def _length(field: str, value) -> int:
-    length = at_least(0, field, value)
-    if length >= 1 << 63:
-        raise ValueError(f"{field}={reprlib.repr(value)}: must fit 64 bits")
-    return length
 
 
 def _ids(values) -> Sequence[int]:
@@ -414,7 +437,7 @@ def _ids(values) -> Sequence[int]:
 
 
 def _two_prefixes(
-    block_ids: np.ndarray, offsets: np.ndarray, ids: Iterable
+    block_ids: np.ndarray, offsets: np.ndarray, ids: Sequence[int]
 ) -> tuple[int, int, str] | None:
     """Two requests, the later first, with one block after different blocks, and what they are."""
     import numpy as np
@@ -425,11 +448,11 @@ def _two_prefixes(
     wrong = np.flatnonzero(before[:-1] != before[first][block_ids])
     if not len(wrong):
         return None
-    block, names = block_ids[wrong[0]], ["the start", *map(reprlib.repr, ids)]
+    block, names = block_ids[wrong[0]], [*(reprlib.repr(ids[i]) for i in first), "the start"]
     positions = np.array([wrong[0], first[block]])
     later, earlier = np.searchsorted(offsets, positions, side="right") - 1
-    now, then = (names[1 + other] for other in before[positions])
-    return later, earlier, f"hash_ids: {names[1 + block]} follows {now} here and {then}"
+    now, then = (names[other] for other in before[positions])
+    return later, earlier, f"hash_ids: {names[block]} follows {now} here and {then}"
 
 
 def _picked(
@@ -446,8 +469,18 @@ def _picked(
     return _numbered_by_first_appearance(block_ids[positions]), offsets
 
 
+def _dense(ids: Sequence[int]) -> np.ndarray:
+    """Dense int32 ids, by first appearance, that repeat where ``ids`` repeat."""
+    import numpy as np
+
+    ids = np.asarray(ids, None if isinstance(ids, array) else object)
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < 4 * len(ids):
+        ids = np.unique(ids, return_inverse=True)[1]
+    return _numbered_by_first_appearance(ids)
+
+
 def _numbered_by_first_appearance(ids: np.ndarray) -> np.ndarray:
-    """Dense int32 ids that repeat where ``ids`` (non-negative) repeat."""
+    """As ``_dense``, for ids of 0 to a small multiple of their number."""
     import numpy as np
 
     first = np.full(int(ids.max(initial=-1)) + 1, len(ids))

@@ -108,35 +108,6 @@ def test_utilization_is_a_share(utilization):
         )
 
 
-GPU = {"total_bytes": 100, "gpu_memory_utilization": 0.9, "peak_bytes": 0, "block_bytes": 1}
-CPU = {"swap_space_bytes": 100, "block_bytes": 1}
-BLOCK = {"block_size": 4, "dtype_bytes": 2, "tensor_parallel_size": 1, **EXAMPLE}
-SHAPE = {"num_blocks": 3, "block_size": 4, "tensor_parallel_size": 1, **EXAMPLE}
-
-
-@pytest.mark.parametrize("value", [-1, 0, 1.5, "4", None, True])
-@pytest.mark.parametrize(
-    ("function", "arguments", "name"),
-    [
-        (function, arguments, name)
-        for function, arguments in [
-            (num_gpu_blocks, GPU),
-            (num_cpu_blocks, CPU),
-            (block_bytes, BLOCK),
-            (kv_cache_shape, SHAPE),
-        ]
-        for name in arguments
-        if name != "gpu_memory_utilization"
-    ],
-    ids=lambda value: getattr(value, "__name__", value if isinstance(value, str) else ""),
-)
-def test_sizes_are_ints_that_make_sense(function, arguments, name, value):
-    if value == 0 and name in ("peak_bytes", "swap_space_bytes"):
-        return
-    with pytest.raises(ValueError, match=f"{name}=.*needs an int of at least"):
-        function(**{**arguments, name: value})
-
-
 def test_a_reservation_holds_what_was_used():
     assert round(100 * reservation_waste(8192, 792), 1) == 90.3  # the worked example
     assert reservation_waste(100, 100) == reservation_waste(1, 1) == 0

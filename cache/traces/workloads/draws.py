@@ -26,12 +26,15 @@ def generator(seed: int) -> np.random.Generator:
 
 def log_normal(rng: np.random.Generator, median: float, sigma: float) -> float:
     """A log-normal value; ``sigma`` is the standard deviation of its natural logarithm."""
-    return median * math.exp(sigma * rng.standard_normal())
+    return median * math.exp(min(sigma * rng.standard_normal(), 600))  # finite in any case
 
 
 def log_normal_tokens(rng: np.random.Generator, median: float, sigma: float) -> int:
-    """A log-normal number of tokens, at least 1."""
-    return max(1, round(log_normal(rng, median, sigma)))
+    """A log-normal number of tokens, at least 1.  Raises ValueError for more than 2**24."""
+    tokens = log_normal(rng, median, sigma)
+    if tokens > 2**24:
+        raise ValueError(f"median={median}, sigma={sigma}: a text of {tokens:.0f} tokens was drawn")
+    return max(1, round(tokens))
 
 
 def poisson_arrivals_ms(rng: np.random.Generator, rate_per_second: float) -> Iterator[int]:

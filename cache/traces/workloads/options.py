@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import numbers
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Annotated, Any
+from typing import Annotated
 
+from cache.checks import MAX_SIZE, shown
 from cache.traces.trace import Trace
 from cache.traces.workloads.prompts import Prompt
 
@@ -18,20 +18,16 @@ from cache.traces.workloads.prompts import Prompt
 @dataclass(frozen=True)
 class _Bounds:
     kind: type[numbers.Number]
-    says: str
-    allows: Callable[[Any], bool]
+    least: float
+    most: float
 
 
-Count = Annotated[int, _Bounds(numbers.Integral, "an integer of at least 1", lambda n: n >= 1)]
-Seed = Annotated[int, _Bounds(numbers.Integral, "an integer of at least 0", lambda n: n >= 0)]
-Positive = Annotated[float, _Bounds(numbers.Real, "a finite number above 0", lambda x: x > 0)]
-NonNegative = Annotated[
-    float, _Bounds(numbers.Real, "a finite number of at least 0", lambda x: x >= 0)
-]
-AtLeastOne = Annotated[
-    float, _Bounds(numbers.Real, "a finite number of at least 1", lambda x: x >= 1)
-]
-Probability = Annotated[float, _Bounds(numbers.Real, "a number from 0 to 1", lambda x: 0 <= x <= 1)]
+Count = Annotated[int, _Bounds(numbers.Integral, 1, MAX_SIZE)]
+Seed = Annotated[int, _Bounds(numbers.Integral, 0, 2**64 - 1)]
+Positive = Annotated[float, _Bounds(numbers.Real, 1e-9, 1e9)]
+NonNegative = Annotated[float, _Bounds(numbers.Real, 0, 1e9)]
+AtLeastOne = Annotated[float, _Bounds(numbers.Real, 1, 1e9)]
+Probability = Annotated[float, _Bounds(numbers.Real, 0, 1)]
 
 
 Requests = Iterator[tuple[int, Prompt, int]]
@@ -58,13 +54,11 @@ def workload(requests: Callable[..., Requests]) -> Callable[..., Trace]:
         options = {option: p.default for option, p in parameters.items()} | options
         for option, value in options.items():
             (bounds,) = parameters[option].annotation.__metadata__
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, bounds.kind)
-                or not math.isfinite(value)
-                or not bounds.allows(value)
-            ):
-                raise ValueError(f"{option} must be {bounds.says}, got {value!r}")
+            is_number = isinstance(value, bounds.kind) and not isinstance(value, bool)
+            if not is_number or not bounds.least <= value <= bounds.most:
+                kind = "an integer" if bounds.kind is numbers.Integral else "a number"
+                says = f"{kind} from {bounds.least} to {bounds.most}"
+                raise ValueError(f"{option} must be {says}, got {shown(value)}")
         drawn = islice(requests(**options), options["num_requests"])
         return Trace.from_requests(
             ((time, prompt.num_tokens, output, prompt.block_ids) for time, prompt, output in drawn),
