@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import itertools
 import random
@@ -25,65 +24,20 @@ from symbolic_engine import (
 from cache import MANAGERS, POLICIES, UnsupportedByDesign
 from cache.serving.request import FinishReason, Request, ScheduledSequence
 from cache.serving.sampling_params import SamplingParams
+from cache.serving.scheduler import Step
 
 CHUNKED = [name for name in sorted(MANAGERS) if MANAGERS[name].can_chunk]
 FORKING = [name for name in sorted(MANAGERS) if MANAGERS[name].can_fork]
 assert {"vllm_v1", "nano_vllm"} <= set(CHUNKED)
 assert {"vllm_v1", "vllm_v0"} <= set(FORKING)
-SAMPLES = SamplingParams(n=3, seed=5, max_tokens=9)
 BEAMS = SamplingParams(beam_width=3, n=3, max_tokens=8)
 
 
-@functools.cache
-def alone(length: int, seed: int, params: SamplingParams):
-    """The outputs of ``prompt(length, seed)``, computed alone and with enough memory."""
-    engine = make_engine("vllm_v1", 64)
-    engine.add(prompt(length, seed), params)
-    outputs = serve(engine)[0]
-    assert len({tuple(output.token_ids) for output in outputs}) == params.n
-    return outputs
-
-
-@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
-@pytest.mark.parametrize("num_host_blocks", [0, 100, 3], ids=["recompute", "swap", "little_swap"])
-@pytest.mark.parametrize(("block_size", "budget"), [(1, 10), (4, 64), (4, 6), (7, 11)])
-@pytest.mark.parametrize("manager", sorted(MANAGERS))
-def test_scarce_memory_changes_no_output(manager, block_size, budget, num_host_blocks, overlap):
-    """Greedy requests, parallel samples and beams, chunked and preempted in every design."""
-    if manager not in CHUNKED:
-        budget = 64
-    engine = make_engine(
-        manager,
-        -(-64 // block_size),
-        block_size,
-        num_host_blocks=num_host_blocks,
-        max_num_batched_tokens=budget,
-        overlap=overlap,
-    )
-    shared = prompt(17)
-    greedy = [shared, prompt(5, 1), [*shared[:12], 1, 2], prompt(20, 2), shared, prompt(1, 3)]
-    expected = {engine.add(tokens, GREEDY): [engine.runner.greedy(tokens, 12)] for tokens in greedy}
-    several = [(10, 0, SAMPLES), (6, 0, BEAMS), (9, 1, BEAMS), (7, 4, SAMPLES)]
-    for length, seed, params in several:
-        if params is SAMPLES or manager in FORKING:
-            request_id = engine.add(prompt(length, seed), params)
-            expected[request_id] = [output.token_ids for output in alone(length, seed, params)]
-    stats = [request.stats for request in engine.requests.values()]
-    done = serve(engine)
-    for request_id, outputs in done.items():
-        assert [output.token_ids for output in outputs] == expected[request_id]
-        assert [output.index for output in outputs] == list(range(len(outputs)))
-        assert {output.finish_reason for output in outputs} == {FinishReason.LENGTH}
-    assert done.keys() == expected.keys()
-    assert max(step.num_tokens for step in engine.runner.steps) <= budget
-    if manager != "contiguous":  # it reserves the longest sequence for each
-        assert any(stat.num_preemptions for stat in stats)
-        swapped = any(stat.num_swapped_tokens for stat in stats)
-        assert swapped == (num_host_blocks == 100) or num_host_blocks == 3
-        recomputed = sum(stat.num_recomputed_tokens for stat in stats)
-        assert (recomputed > 0) == (num_host_blocks == 0) or num_host_blocks == 3
-    assert stats[0].num_preemptions == 0  # the oldest is never preempted
-    assert_idle(engine)
+def alone(tokens, params: SamplingParams, *, max_model_len=64, eos=frozenset(), **keys) -> list:
+    """The outputs of a request that is computed alone and with enough memory."""
+    engine = make_engine("vllm_v1", 200, max_model_len=max_model_len, eos=eos)
+    engine.add(tokens, params, **keys)
+    return serve(engine)[0]
 
 
 @pytest.mark.parametrize("manager", FORKING)
@@ -181,7 +135,7 @@ def test_decoding_goes_on_beside_the_chunks_of_a_prompt():
 
 def test_a_cancelled_beam_search_returns_its_beams():
     params = SamplingParams(beam_width=3, n=2, max_tokens=4)
-    expected = alone(6, 0, params)
+    expected = alone(prompt(6), params)
     engine = make_engine("vllm_v1", 64)
     params = SamplingParams(beam_width=3, n=2, max_tokens=9)
     request_id = engine.add(prompt(6), params)
@@ -314,29 +268,18 @@ def test_a_stop_token_costs_a_token_too_many_which_is_found_in_the_cache():
     assert hits == {False: 5 + count - 4, True: 5 + count}
 
 
-class Line(POLICIES["lru"]):
-    """Keeps the line that it hears of; raises once it has heard of ``most`` requests."""
-
-    most = 99
-
-    def start(self, *arguments):
-        super().start(*arguments)
-        self.line = {}
-
-    def expect(self, place, keys):
-        if keys:
-            self.line[place] = keys
-        else:
-            self.line.pop(place, None)
-        if len(self.line) > self.most:
-            raise ZeroDivisionError
-
-
 @pytest.mark.parametrize("params", [SamplingParams(n=70, max_tokens=2), BEAMS])
 def test_add_that_raises_adds_nothing(params):
     """Wherever an interrupt comes, or the policy raises."""
-    policy = Line()
-    engine = make_engine(policy=policy)
+    line, most = {}, 99
+
+    class Line(POLICIES["lru"]):
+        def expect(self, place, keys):
+            line[place] = keys
+            if not keys:
+                del line[place]
+            if len(line) > most:
+                raise ZeroDivisionError
 
     def interrupt(frame, event, _):
         nonlocal lines
@@ -345,7 +288,7 @@ def test_add_that_raises_adds_nothing(params):
             raise KeyboardInterrupt
         return interrupt if "serving" in frame.f_code.co_filename else None
 
-    trace = sys.gettrace()
+    engine, trace = make_engine(policy=Line()), sys.gettrace()
     for count in itertools.count():
         lines = count
         sys.settrace(interrupt)
@@ -354,16 +297,16 @@ def test_add_that_raises_adds_nothing(params):
             break
         except KeyboardInterrupt:
             assert_idle(engine)
-            assert not policy.line
+            assert not line
         finally:
             sys.settrace(trace)
     assert count > 50
     assert len(serve(engine)[request_id]) == params.n
-    policy.most = 5
+    most = 5
     with pytest.raises(ZeroDivisionError):
         engine.add(prompt(9), SamplingParams(n=70))
     assert_idle(engine)
-    assert not policy.line
+    assert not line
 
 
 def test_keys_are_part_of_the_content_of_blocks():
@@ -385,41 +328,19 @@ def test_keys_are_part_of_the_content_of_blocks():
 def test_priorities_as_in_vllm():
     """The scheduler of vLLM 0.33 served this workload in the same steps."""
     engine = make_engine("vllm_v1", 9, 4, max_num_seqs=4, scheduling="priority")
-    arrivals = {
-        0: [(6, 9, 1), (7, 9, 1)],
-        1: [(9, 5, 2)],
-        3: [(5, 8, 0)],
-        4: [(8, 4, 0), (3, 4, 1)],
-    }  # by step: (length, max_tokens, priority)
-    expected = [  # admitted, preempted, tokens of each request
-        ([0, 1], [], {0: 6, 1: 7}),
-        ([2], [], {0: 1, 1: 1, 2: 9}),
-        ([], [], {0: 1, 1: 1, 2: 1}),
-        ([], [], {0: 1, 1: 1, 2: 1}),
-        ([], [], {0: 1, 1: 1, 2: 1}),
-        ([], [2], {0: 1, 1: 1}),
-        ([3], [], {0: 1, 1: 1, 3: 5}),
-        ([], [1], {0: 1, 3: 1}),
-        ([4], [], {0: 1, 3: 1, 4: 8}),
-        ([1], [], {3: 1, 4: 1, 1: 10}),
-        ([], [1], {3: 1, 4: 1}),
-        ([], [], {3: 1, 4: 1}),
-        ([1, 5], [], {3: 1, 1: 3, 5: 3}),
-        ([2], [], {3: 1, 5: 1, 2: 13}),
-        ([], [], {5: 1}),
-        ([], [], {5: 1}),
-    ]
-    for number, (admitted, preempted, counts) in enumerate(expected):
+    arrivals = {0: [(6, 9, 1), (7, 9, 1)], 1: [(9, 5, 2)], 3: [(5, 8, 0)], 4: [(8, 4, 0)]}
+    arrivals[4].append((3, 4, 1))  # (length, max_tokens, priority) by step
+    expected = "0+0 0+1 1+2 5-2 6+3 7-1 8+4 9+1 10-1 12+1 12+5 13+2"  # admitted, preempted
+    events = []
+    for number in range(16):
         for length, max_tokens, priority in arrivals.get(number, ()):
-            tokens = [len(engine.runner.steps) + length] * length
             params = SamplingParams(temperature=0, max_tokens=max_tokens)
-            engine.add(tokens, params, priority=priority)
+            engine.add([number + length] * length, params, priority=priority)
         engine.step()
         step = engine.runner.steps[-1]
-        of = {seq.request.request_id: n for seq, n in zip(step.sequences, step.counts, strict=True)}
-        assert of == counts
-        assert [seq.request.request_id for seq in step.admitted] == admitted
-        assert [seq.request.request_id for seq in step.preempted] == preempted
+        events += [f"{number}+{seq.request.request_id}" for seq in step.admitted]
+        events += [f"{number}-{seq.request.request_id}" for seq in step.preempted]
+    assert " ".join(events) == expected
     assert_idle(engine)
 
 
@@ -481,20 +402,20 @@ class RandomServing:
         pick = self.random.choice
         name, options = DESIGNS[design]
         block_size = pick([1, 2, 2, 4, 5])
-        self.arguments = (name, -(-40 // block_size), block_size)
+        self.arguments = name, -(-40 // block_size), block_size
         self.options = {
+            "eos": frozenset({0}),
+            "overlap": overlap,
             "num_host_blocks": 0 if options else pick([0, 4, 30]),
             "max_num_seqs": pick([1, 3, 5]),
-            "enable_prefix_caching": self.random.random() < 0.8,
+            "max_num_batched_tokens": pick([1, 4, 16, 40]) if name in CHUNKED else 40,
+            "enable_prefix_caching": pick([False, True, True, True]),
             "prefill_first": pick([False, True]),
             "scheduling": pick(["fcfs", "priority"]),
-            "max_num_batched_tokens": pick([1, 4, 16, 40]) if name in CHUNKED else 40,
-            "overlap": overlap,
         } | options
-        self.engine = make_engine(*self.arguments, eos=frozenset({0}), **self.options)
-        self.forks = name in FORKING
-        self.greedy: dict[int, list[int]] = {}
-        self.texts: list[list[int]] = []
+        self.engine = make_engine(*self.arguments, **self.options)
+        self.expected: dict[int, list[list[int]]] = {}
+        self.texts = [prompt(24, seed) for seed in range(3)]
         self.preemptions: Counter[int] = Counter()
 
     def run(self) -> None:
@@ -505,42 +426,31 @@ class RandomServing:
             self.random.choice(actions)()
             self.check_state()
         for _ in range(3000):
-            if not self.engine.has_unfinished:
-                break
-            self.step()
+            if self.engine.has_unfinished:
+                self.step()
         assert_idle(self.engine)
 
-    def new_prompt(self) -> list[int]:
-        randint = self.random.randint
-        if not self.texts or self.random.random() < 0.3:
-            return prompt(randint(1, 24), randint(0, 2))
-        text = self.random.choice(self.texts)
-        text = text[: self.random.choice([len(text), randint(1, len(text))])]
-        return [*text, *(randint(0, VOCAB_SIZE - 1) for _ in range(randint(0, 4)))]
-
     def add(self) -> None:
-        pick, tokens, engine = self.random.choice, self.new_prompt(), self.engine
-        kind = pick(["greedy", "greedy", "samples", "beams"])
-        width, max_tokens = pick([1, 2, 3, 7]), pick(range(1, 13))
+        engine, pick, randint = self.engine, self.random.choice, self.random.randint
+        text = pick(self.texts)
+        text = text[: pick([len(text), randint(0, len(text))])]
+        tokens = [*text, *(randint(0, VOCAB_SIZE - 1) for _ in range(randint(0, 4)))]
+        options, width = {"max_tokens": randint(1, 12)}, pick([1, 2, 3, 7])
+        options["skip_reading_prefix_cache"] = pick([False, False, False, True])
+        kinds = [{"temperature": 0}, {"n": width, "ignore_eos": True}]
+        if engine.manager.can_fork:
+            kinds.append({"beam_width": width, "n": min(width, 2)})
+        params = SamplingParams(**pick(kinds), **options)
         keys = pick([{}, {}, {"cache_salt": ""}, {"cache_salt": "a"}, {"lora_name": 1}])
-        if self.options["scheduling"] == "priority":
-            keys = keys | {"priority": pick([-1, 0, 0, 1])}
-        common = {"max_tokens": max_tokens, "skip_reading_prefix_cache": pick([False] * 4 + [True])}
-        params = {
-            "greedy": SamplingParams(temperature=0, **common),
-            "samples": SamplingParams(n=width, ignore_eos=True, **common),
-            "beams": SamplingParams(beam_width=width, **common),
-        }[kind if self.forks or kind == "greedy" else "samples"]
+        priority = pick([-1, 0, 0, 1]) if engine.scheduler.policy == "priority" else 0
         try:
-            request_id = engine.add(tokens, params, **keys)
+            request_id = engine.add(tokens, params, priority=priority, **keys)
         except ValueError as error:
             assert params.beam_width or "prompt: has" in str(error)  # noqa: PT017
             return
-        if kind == "greedy":
-            keys.pop("priority", None)
-            count = min(max_tokens, engine.max_model_len - len(tokens))
-            keys["cache_salt"] = keys.get("cache_salt") or None
-            self.greedy[request_id] = engine.runner.greedy(tokens, count, {0}, **keys)
+        limits = {"max_model_len": engine.max_model_len, "eos": engine.eos_token_ids}
+        outputs = alone(tokens, params, **keys, **limits)
+        self.expected[request_id] = [output.token_ids for output in outputs]
 
     def abort(self) -> None:
         request = self.engine.abort(self.random.choice(sorted(self.engine.requests)))
@@ -558,28 +468,24 @@ class RandomServing:
         """A step keeps its budgets and serves the first request, or brings beams of it back."""
         engine, steps = self.engine, self.engine.runner.steps
         first = next(iter([*engine.scheduler.running, *engine.scheduler.waiting]), None)
-        num_steps = len(steps)
+        num_steps, finished = len(steps), []
         try:
             with warnings.catch_warnings(action="ignore"):  # of requests that fail
                 _, finished = engine.step()
         except Injected:
-            fresh = make_engine(*self.arguments, **self.options).scheduler
-            for request in engine.restart(fresh):
+            fresh = make_engine(*self.arguments, **self.options)
+            for request in engine.restart(fresh.scheduler):
                 self.check_ended(request)
             return
         if len(steps) > num_steps:
-            self.check_computed(first)
+            self.check_computed(first, steps[-1])
         else:
             assert finished or first is None, "it read what ended all requests"
         for request in finished:
-            outputs = self.check_ended(request)
-            if request.error is None:
-                self.check_statistics(request, outputs)
-            else:
-                assert request.request_id in engine.sampler.faults
+            self.check_ended(request)
 
-    def check_computed(self, first: ScheduledSequence | None) -> None:
-        scheduler, step = self.engine.scheduler, self.engine.runner.steps[-1]
+    def check_computed(self, first: ScheduledSequence | None, step: Step) -> None:
+        scheduler = self.engine.scheduler
         assert step.num_tokens <= scheduler.max_num_batched_tokens
         assert len(step.sequences) <= scheduler.max_num_seqs
         served = {seq.request for seq in (*step.sequences, *step.admitted)}
@@ -589,20 +495,20 @@ class RandomServing:
         assert first is None or first.request in served or waits
         self.preemptions.update(seq.request.request_id for seq in step.preempted)
 
-    def check_ended(self, request: Request) -> list:
-        outputs = self.engine.completions(request)
-        assert outputs == self.engine.completions(request)
+    def check_ended(self, request: Request) -> None:
+        """It has the tokens that it gets alone, or the first of them."""
+        outputs, stats = self.engine.completions(request), request.stats
+        expected = self.expected[request.request_id]
         self.texts += (seq.token_ids.tolist() for seq in request.sequences)
-        if request.request_id in self.greedy:
-            read, expected = outputs[0].token_ids, self.greedy[request.request_id]
-            assert read == (expected[: len(read)] if request.stats.was_aborted else expected)
-        return outputs
-
-    def check_statistics(self, request: Request, outputs: list) -> None:
+        if request.error is not None:
+            assert request.request_id in self.engine.sampler.faults
+        if stats.was_aborted:
+            for output in outputs if request.search is None else ():
+                assert output.token_ids == expected[output.index][: len(output.token_ids)]
+            return
+        assert [output.token_ids for output in outputs] == expected
         assert [output.index for output in outputs] == list(range(request.params.n))
-        assert all(0 < len(output.token_ids) <= request.max_tokens for output in outputs)
-        stats, lengths = request.stats, [len(output.token_ids) for output in outputs]
-        scheduled = stats.first_scheduled_time
+        lengths, scheduled = list(map(len, expected)), stats.first_scheduled_time
         assert stats.arrival_time <= scheduled <= stats.first_token_time <= stats.finish_time
         reads = not request.params.skip_reading_prefix_cache
         assert 0 <= stats.num_cached_tokens < len(request.prompt_token_ids) * reads + 1
