@@ -7,7 +7,10 @@ of its oracleGeneral records with precomputed ids, sizes and next accesses.  Its
 at the size that the pool needs, several times faster here than its default of 2**24 buckets.
 
 libcachesim takes one block reference at a time.  Ours takes a request: its blocks stay pinned, and
-the deepest counts as accessed first.  So the hit rates of the two differ a little.
+the deepest counts as accessed first.  So the hit rates of the two differ a little.  Both run with
+their default parameters, which are the same.  For requests of one block both hit the same, but for
+two policies: ``random`` has other draws, and ``gdsf`` of libcachesim starts a newcomer from the
+value of an earlier victim.
 """
 
 from __future__ import annotations
@@ -29,7 +32,11 @@ from experiments.load import workloads
 from experiments.load.workloads import OnTraces
 from experiments.overhead import timing
 
-_LIBCACHESIM = {"lru": "LRU", "fifo": "FIFO", "lfu": "LFU", "belady": "Belady"}
+_LIBCACHESIM = {
+    "lru": "LRU", "fifo": "FIFO", "lfu": "LFU", "slru": "SLRU", "lru_k": "LRUK", "two_q": "TwoQ",
+    "arc": "ARC", "s3fifo": "S3FIFO", "sieve": "Sieve", "mq": "MQ", "gdsf": "GDSF",
+    "random": "Random", "belady": "Belady",
+}  # fmt: skip
 _LOOKS = {"pagelab": style.bar(style.BLUE), "libcachesim": style.bar(style.ORANGE)}
 
 
@@ -37,8 +44,8 @@ _LOOKS = {"pagelab": style.bar(style.BLUE), "libcachesim": style.bar(style.ORANG
 class Replay(OnTraces):
     """The grid: traces x policies."""
 
-    policy: Axis[Literal["lru", "fifo", "lfu", "belady"]] = ("lru", "fifo", "lfu", "belady")
-    """Policies to replay; libcachesim has all of these."""
+    policy: Axis[Literal[tuple(_LIBCACHESIM)]] = tuple(_LIBCACHESIM)
+    """Policies to replay: all that libcachesim has, too."""
     capacity_percent: Percent = 10.0
     """Blocks of the replayed pool, in percent of the unique blocks of the trace."""
     repeats: Count = 7

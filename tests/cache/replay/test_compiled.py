@@ -21,7 +21,8 @@ def hits(priority) -> int:
     """Hits of a loop over three blocks in a pool of two."""
     block_ids, offsets = np.arange(30) % 3, np.arange(31)
     replay = compile_replay(priority, has_own=False)
-    return replay(block_ids, offsets, 3, 2, False, np.zeros((30, 6)), 0, None, np.zeros((3, 0)))[0].sum()
+    facts, memory = np.zeros((30, 6)), np.zeros((3, 0))
+    return replay(block_ids, offsets, 3, 2, False, facts, 0, None, memory)[0].sum()
 
 
 @pytest.mark.parametrize(

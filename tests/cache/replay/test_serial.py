@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cache
-from cache.policies import POLICIES, PriorityPolicy, make_policy, record
+from cache.policies import POLICIES, EvictionPolicy, PriorityPolicy, make_policy, record
 from cache.traces.trace import Trace
 from tests.cache.prefix_traces import prefix_traces, trace_of
 
@@ -52,10 +52,10 @@ def replay_by_definition(trace: Trace, policy: str, capacity: int) -> tuple[list
     return hits, evictions
 
 
-def in_python(policy: str) -> PriorityPolicy:
+def in_python(policy: str, **options) -> EvictionPolicy:
     """The same policy in a form that the replay does not compile."""
     base = POLICIES[policy]
-    return type("InPython", (base,), {"evict": lambda self: base.evict(self)})()
+    return type("InPython", (base,), {"evict": lambda self: base.evict(self)})(**options)
 
 
 @pytest.mark.parametrize("policy", DEFINITIONS)
@@ -148,10 +148,33 @@ def test_the_history_of_a_block_by_hand():
     assert [entry[:2] for entry in second_block] == [(1, 1), (1, 1)]
 
 
+RATIOS = st.floats(0.01, 0.99)
+OPTIONS = {
+    "slru": {"segments": st.integers(1, 6)},
+    "lru_k": {"k": st.integers(1, 4)},
+    "two_q": {"in_ratio": RATIOS, "out_ratio": st.floats(0, 3)},
+    "s3fifo": {
+        "small_ratio": RATIOS, "ghost_ratio": st.floats(0, 3), "promote_after": st.integers(1, 3)
+    },
+    "mq": {
+        "num_queues": st.integers(1, 5), "life_time": st.integers(1, 30),
+        "ghost_ratio": st.floats(0, 3),
+    },
+    "random": {"seed": st.integers()},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-@given(trace=prefix_traces, capacity=st.integers(1, 12))
-def test_every_policy_keeps_the_books(policy, trace, capacity):
-    result = cache.simulate(trace, policy=in_python(policy), capacity_blocks=capacity)
+@given(trace=prefix_traces, capacity=st.integers(1, 12), data=st.data())
+def test_every_policy_is_the_same_compiled_and_keeps_the_books(policy, trace, capacity, data):
+    options = data.draw(st.fixed_dictionaries({}, optional=OPTIONS.get(policy, {})))
+    result, slow = (
+        cache.simulate(trace, policy=make(policy, **options), capacity_blocks=capacity)
+        for make in (make_policy, in_python)
+    )
+    assert (result.compiled, slow.compiled) == (True, False)
+    assert result.hits.tolist() == slow.hits.tolist()
+    assert result.evictions == slow.evictions
     unbounded = trace.infinite_cache_hit_rate * trace.num_block_references
     assert 0 <= result.hit_blocks <= round(unbounded)
     assert result.evictions <= max(trace.num_block_references - result.hit_blocks - capacity, 0)
