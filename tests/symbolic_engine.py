@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import zlib
 
 from cache import Sequence, make_manager
 from cache.blocks.hashing import BlockHasher
@@ -108,7 +109,7 @@ class SymbolicRunner:
     @staticmethod
     def digests(token_ids, lora_name=None, cache_salt=None) -> list[int]:
         """A number for each prefix of the tokens."""
-        digest, digests = hash((lora_name, cache_salt)), []
+        digest, digests = zlib.crc32(f"{lora_name!r} {cache_salt!r}".encode()), []
         for token in token_ids:
             digest = hash((digest, token))
             digests.append(digest)
