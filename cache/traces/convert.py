@@ -18,6 +18,7 @@ import argparse
 import itertools
 import operator
 import os
+import reprlib
 import sys
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator
@@ -73,7 +74,10 @@ def convert_bailian(path: str | os.PathLike) -> Trace:
     def request(line: bytes) -> tuple:
         record = parse_json(line)
         lengths = record["input_length"], record["output_length"]
-        return _milliseconds(record["timestamp"]), *lengths, prefixes(record["hash_ids"])
+        contents = record["hash_ids"]
+        if not isinstance(contents, list) or set(map(type, contents)) - {int}:
+            raise ValueError(f"hash_ids must be a list of integers, got {reprlib.repr(contents)}")
+        return _milliseconds(record["timestamp"]), *lengths, prefixes(contents)
 
     return read_requests(path, request, split_suffixes(path)[0], _BAILIAN_BLOCK)
 
@@ -94,7 +98,7 @@ def convert_ragpulse(folder: str | os.PathLike, *, block_size: int = 16) -> Trac
         for number, line in read_lines(folder / file):
             with placed(partial(TraceError, folder / file), number):
                 part, length = key(parse_json(line))
-                lengths[part] = at_least(0, "token_length", length)
+                lengths[part] = at_least(0, "token_length", length, 2**24)
 
     def request(line: bytes) -> tuple:
         record = parse_json(line)
@@ -102,7 +106,9 @@ def convert_ragpulse(folder: str | os.PathLike, *, block_size: int = 16) -> Trac
         parts = [(part, lengths[part]) for part in parts]
         tokens = sum(length for _, length in parts)
         blocks = prefixes(_cut(parts, block_size))
-        return _milliseconds(float(record["timestamp"])), tokens, record["output_length"], blocks
+        time = record["timestamp"]  # a number in quotes
+        time = _milliseconds(float(time) if isinstance(time, str) else time)
+        return time, tokens, record["output_length"], blocks
 
     return read_requests(folder / "0_trace.jsonl", request, "ragpulse", block_size)
 
@@ -144,9 +150,10 @@ def convert_sessions(folder: str | os.PathLike, *, hours: float = 24.0, seed: in
     for number, (path, start) in enumerate(zip(paths, starts, strict=True)):
         with placed(partial(TraceError, path), 1):
             session = parse_json(path.read_bytes())
-            block_size = block_size or session["block_size"]
-            if session["block_size"] != block_size:
-                raise ValueError(f"blocks of {session['block_size']} tokens, others {block_size}")
+            size = at_least(1, "block_size", session["block_size"])
+            block_size = block_size or size
+            if size != block_size:
+                raise ValueError(f"blocks of {size} tokens, others {block_size}")
             scope = None if session.get("hash_id_scope") == "global" else path.name
             agents = itertools.count()
             for time, tokens, output, blocks, further in _leaves(session, start, agents):
@@ -179,8 +186,8 @@ def _leaves(agent: dict[str, Any], start_ms: float, numbers: Iterator[int]) -> I
 
 
 def _milliseconds(seconds: float) -> float:
-    if not isinstance(seconds, int | float):
-        raise ValueError(f"timestamp must be a number of seconds, got {seconds!r}")
+    if not isinstance(seconds, int | float) or isinstance(seconds, bool):
+        raise ValueError(f"timestamp must be a number of seconds, got {reprlib.repr(seconds)}")
     return 1000 * seconds
 
 

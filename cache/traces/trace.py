@@ -75,7 +75,8 @@ class Trace:
     offsets: np.ndarray
     """Request ``i`` has ``block_ids[offsets[i]:offsets[i + 1]]``; ``(num_requests + 1,)`` int64."""
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Further facts of the requests, ``(num_requests,)`` float64 or text; NaN or "": unknown.  A
+    """Further facts of the requests, ``(num_requests,)`` float64 or text (``StringDType``, of which
+    each value takes its own length); NaN or "": unknown.  A
     coding agent's have ``session``, ``agent`` (0: the main one), ``stop`` (``tool_use`` or
     ``end_turn``), ``think_time`` (ms since the end of its previous answer), ``tool_tokens`` and
     ``system_tokens`` (at the head of the prompt)."""
@@ -89,8 +90,9 @@ class Trace:
         A fifth item, a mapping from names to numbers or texts, fills ``columns``.
         Requests may come in any order, block ids may be any integers, and ``block_size`` None is
         inferred as ``load_trace`` does.  Raises ValueError for a timestamp that is not a finite
-        number, a length that is not an integer of at least 0, block ids that are not integers,
-        repeat within a request or follow different ids in two, and a ``block_size`` below 1.
+        number, a length that is not an integer from 0 to 2**31 - 1, block ids that are not
+        integers, repeat within a request or follow different ids in two, further values that are
+        neither finite numbers nor texts, and a ``block_size`` below 1.
         """
         where = "requests[{}]".format
 
@@ -177,7 +179,7 @@ class Trace:
         return self[: at_least(0, "num_requests", num_requests, 2**63 - 1)]
 
     def take(self, indices: Sequence[int] | np.ndarray) -> Trace:
-        """The requests at ``indices``.  Raises ValueError unless these ascend from 0 or more."""
+        """The requests at ``indices``, integers that ascend from 0 or more (else ValueError)."""
         import numpy as np
 
         rows = np.asarray(indices) if len(indices) else np.empty(0, int)
@@ -260,12 +262,17 @@ def load_trace(
     If no size fits all requests but a power of two fits more than half of those with several ids, a
     request that it does not fit has a wrong number of ids and is an error.  Otherwise None.
 
+    Memory stays within a small multiple of the decompressed text, which is read in pieces.  Limits:
+    ``max_decompressed_bytes`` of text from a compressed file, 64 MiB in a line, 256 further fields
+    in all requests together, 2**31 - 1 for a length.
+
     Raises TraceError (a ValueError) that names file, line and reason for anything malformed: an
     unknown extension, a corrupt or truncated stream, a line that does not parse, a missing field, a
     timestamp that is not a finite number of at least 0, a length that is not an integer of at least
     0, ``hash_ids`` that are not integers, repeat within a request, follow different ids in two
-    lines or do not match ``input_length``, a key or column that comes twice, no request at all.
-    Raises ValueError for a ``block_size`` below 1 and OSError for a file that cannot be opened.
+    lines or do not match ``input_length``, a further number that is not finite, a text that is not
+    Unicode, a key or column that comes twice, no request at all, and what exceeds a limit.  Raises
+    ValueError for a ``block_size`` below 1 and OSError for a file that cannot be opened.
     """
     path = Path(path)
     name, file_format, _ = split_suffixes(path)

@@ -90,8 +90,10 @@ class GpuClock:
         self.host_seconds = finite("host_seconds", host_seconds)
         self.transfer_seconds = finite("transfer_seconds", transfer_seconds)
         self.block_size = at_least(1, "block_size", block_size)
-        self.max_num_seqs = at_least(1, "max_num_seqs", max_num_seqs)
-        self.max_num_batched_tokens = at_least(1, "max_num_batched_tokens", max_num_batched_tokens)
+        self.max_num_seqs = at_least(1, "max_num_seqs", max_num_seqs, 2**20)
+        self.max_num_batched_tokens = at_least(
+            1, "max_num_batched_tokens", max_num_batched_tokens, 2**20
+        )
         self._shape, self._card = shape, card
         self._slow = card.measured_bandwidth / card.bandwidth
         self._dense = self._dense_seconds()

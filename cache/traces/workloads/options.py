@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated
 
-from cache.checks import MAX_SIZE, shown
+from cache.checks import shown
 from cache.traces.trace import Trace
 from cache.traces.workloads.prompts import Prompt
 
@@ -22,9 +22,9 @@ class _Bounds:
     most: float
 
 
-Count = Annotated[int, _Bounds(numbers.Integral, 1, MAX_SIZE)]
+Count = Annotated[int, _Bounds(numbers.Integral, 1, 2**24)]
 Seed = Annotated[int, _Bounds(numbers.Integral, 0, 2**64 - 1)]
-Positive = Annotated[float, _Bounds(numbers.Real, 1e-9, 1e9)]
+Positive = Annotated[float, _Bounds(numbers.Real, 1e-6, 1e6)]
 NonNegative = Annotated[float, _Bounds(numbers.Real, 0, 1e9)]
 AtLeastOne = Annotated[float, _Bounds(numbers.Real, 1, 1e9)]
 Probability = Annotated[float, _Bounds(numbers.Real, 0, 1)]

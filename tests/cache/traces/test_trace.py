@@ -16,6 +16,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cache.traces.convert import convert_bailian
 from cache.traces.trace import Trace, TraceError, TraceRequest, load_trace, save_trace
 
 AZURE_2023 = """TIMESTAMP,ContextTokens,GeneratedTokens\r
@@ -263,16 +264,17 @@ ODD_BYTES = [*[b""] * 9, b"\x00", b"\xff", b"\xef\xbb\xbf", b"\r", b"\n", b" ", 
     st.sampled_from(["utf-8", "utf-8", "utf-8-sig", "utf-16"]),
     st.tuples(st.integers(0, 400), st.sampled_from(ODD_BYTES)),
     st.none() | st.integers(0, 300),
+    st.sampled_from([load_trace, load_trace, convert_bailian]),
 )
 def test_any_file_is_a_trace_or_an_error_with_its_place(
-    tmp_path_factory, kind_and_lines, compression, encoding, odd, end
+    tmp_path_factory, kind_and_lines, compression, encoding, odd, end, load
 ):
     suffix, (place, odd_bytes) = kind_and_lines[0] + compression, odd
     data = "\n".join(kind_and_lines[1]).encode(encoding)
     data = compressed(data[:place] + odd_bytes + data[place:], suffix)[:end]
     path = written(tmp_path_factory.getbasetemp(), data, "fuzz" + suffix)
     try:
-        trace, error = load_trace(path), None
+        trace, error = load(path), None
     except TraceError as refused:
         error = refused
     if error:
