@@ -16,6 +16,7 @@ from symbolic_engine import (
     VOCAB_SIZE,
     Injected,
     assert_idle,
+    keys_of,
     make_engine,
     prompt,
     serve,
@@ -391,6 +392,25 @@ DESIGNS = {name: (name, {}) for name in sorted(MANAGERS)}
 DESIGNS["window"] = "vllm_v1", {"sliding_window": 6, "queue_uncached": True}
 
 
+@pytest.mark.parametrize("design", DESIGNS)
+def test_a_text_is_not_found_with_a_token_that_nobody_knows(design):
+    """A request fails before its last token is read; others continue its text with every token."""
+    name, options = DESIGNS[design]
+    for num_steps in range(1, 9):
+        engine = make_engine(name, 64, 2, overlap=True, **options)
+        request = engine.requests[engine.add([1], GREEDY)]
+        for _ in range(num_steps):
+            engine.step()
+        engine.sampler.faults[request.request_id] = "nan"
+        with pytest.warns(RuntimeWarning, match="NaN"):
+            serve(engine)
+        text = request.sequences[0].token_ids.tolist()
+        for token in range(VOCAB_SIZE):
+            engine.add([*text, token, 5], GREEDY)
+        serve(engine)
+        assert_idle(engine)
+
+
 class RandomServing:
     """Requests come, go, fail and are cancelled at random; memory is scarce.
 
@@ -415,14 +435,14 @@ class RandomServing:
         } | options
         self.engine = make_engine(*self.arguments, **self.options)
         self.expected: dict[int, list[list[int]]] = {}
-        self.texts = [prompt(24, seed) for seed in range(3)]
+        self.texts: list[tuple[list[int], dict]] = [(prompt(24, seed), {}) for seed in range(3)]
         self.preemptions: Counter[int] = Counter()
 
     def run(self) -> None:
         for _ in range(30):
-            actions = [self.add, self.step, self.step]
+            actions = [self.add, self.step, self.step, self.step]
             if self.engine.has_unfinished:
-                actions += [self.step, self.step, self.abort, self.fail]
+                actions += [self.abort, self.fail]
             self.random.choice(actions)()
             self.check_state()
         for _ in range(3000):
@@ -432,16 +452,16 @@ class RandomServing:
 
     def add(self) -> None:
         engine, pick, randint = self.engine, self.random.choice, self.random.randint
-        text = pick(self.texts)
+        text, keys = pick([self.texts[-1], pick(self.texts)])
         text = text[: pick([len(text), randint(0, len(text))])]
         tokens = [*text, *(randint(0, VOCAB_SIZE - 1) for _ in range(randint(0, 4)))]
         options, width = {"max_tokens": randint(1, 12)}, pick([1, 2, 3, 7])
-        options["skip_reading_prefix_cache"] = pick([False, False, False, True])
+        options["skip_reading_prefix_cache"] = self.random.random() < 0.1
         kinds = [{"temperature": 0}, {"n": width, "ignore_eos": True}]
         if engine.manager.can_fork:
             kinds.append({"beam_width": width, "n": min(width, 2)})
         params = SamplingParams(**pick(kinds), **options)
-        keys = pick([{}, {}, {"cache_salt": ""}, {"cache_salt": "a"}, {"lora_name": 1}])
+        keys = pick([keys] * 9 + [{"cache_salt": ""}, {"cache_salt": "a"}, {"lora_name": 1}])
         priority = pick([-1, 0, 0, 1]) if engine.scheduler.policy == "priority" else 0
         try:
             request_id = engine.add(tokens, params, priority=priority, **keys)
@@ -461,7 +481,8 @@ class RandomServing:
         if self.random.random() < 0.1:
             self.engine.runner.fails = True
         else:
-            request_id = self.random.choice(sorted(self.engine.requests))
+            running = [seq.request.request_id for seq in self.engine.scheduler.running]
+            request_id = self.random.choice(running or sorted(self.engine.requests))
             self.engine.sampler.faults[request_id] = self.random.choice(["nan", "nan", "error"])
 
     def step(self) -> None:
@@ -499,7 +520,7 @@ class RandomServing:
         """It has the tokens that it gets alone, or the first of them."""
         outputs, stats = self.engine.completions(request), request.stats
         expected = self.expected[request.request_id]
-        self.texts += (seq.token_ids.tolist() for seq in request.sequences)
+        self.texts += ((seq.token_ids.tolist(), keys_of(seq)) for seq in request.sequences)
         if request.error is not None:
             assert request.request_id in self.engine.sampler.faults
         if stats.was_aborted:
