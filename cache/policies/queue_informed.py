@@ -5,10 +5,16 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from cache.policies.base import wrong_victim
 from cache.policies.lazy_heap import LazyHeap
 from cache.policies.wrapping import WrappingPolicy
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from cache.traces.trace import Trace
 
 
 class QueueInformed(WrappingPolicy):
@@ -105,3 +111,7 @@ class QueueInformed(WrappingPolicy):
 
     def __len__(self) -> int:
         return len(self.policy) + len(self._spared)
+
+    def compiled_replay(self) -> Callable[[Trace, int], tuple[np.ndarray, np.ndarray]] | None:
+        # Nobody waits in a replay.
+        return self.policy.compiled_replay() if type(self) is QueueInformed else None
