@@ -8,7 +8,6 @@ import threading
 import pytest
 from symbolic_engine import assert_idle, make_engine
 
-from cache import MANAGERS
 from cache.policies.arc import ARC
 from models import FinishReason, RequestOutput, SamplingParams
 from models.streams import NewRequest, Streams
@@ -31,29 +30,6 @@ def make_streams(manager: str = "vllm_v1", num_blocks: int = 16, **options):
     """Streams, and their engine."""
     engine = make_engine(manager, num_blocks, **options)
     return Streams(engine, lambda: make_engine(manager, num_blocks, **options).scheduler), engine
-
-
-@pytest.mark.parametrize("num_host_blocks", [0, 16], ids=["recompute", "swap"])
-@pytest.mark.parametrize("manager", sorted(MANAGERS))
-def test_nothing_is_found_in_the_cache_that_a_failed_step_did_not_store(
-    manager, num_host_blocks, monkeypatch
-):
-    for failing_step in range(9):
-        streams, engine = make_streams(manager, num_host_blocks=num_host_blocks)
-        run, countdown = engine.runner.run, iter(range(failing_step))
-
-        def fail(step, manager, run=run, countdown=countdown):
-            if next(countdown, None) is None:
-                monkeypatch.undo()
-                raise KeyboardInterrupt
-            return run(step, manager)
-
-        monkeypatch.setattr(engine.runner, "run", fail)
-        with pytest.raises(KeyboardInterrupt):
-            list(streams.open(requests(*PROMPTS)))
-        expected = [engine.runner.greedy(prompt, 9) for prompt in PROMPTS]
-        assert outputs(streams.open(requests(*PROMPTS))) == expected  # the runner checks each slot
-        assert_idle(engine)
 
 
 def test_a_policy_object_outlives_a_failed_step(monkeypatch):

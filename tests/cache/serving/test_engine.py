@@ -203,15 +203,19 @@ def test_requests_that_cannot_be_served_are_refused(tokens, params, keys, messag
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "num_host_blocks"])
-def test_sizes_of_a_scheduler_are_checked(name):
-    with pytest.raises(ValueError, match=f"{name}=-1: needs an int of at least"):
-        make_engine(**{name: -1})
-
-
-def test_blocks_behind_a_window_cannot_be_swapped_out():
-    with pytest.raises(ValueError, match="num_host_blocks=4: with a sliding_window"):
-        make_engine(num_host_blocks=4, sliding_window=9)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_num_seqs": -1}, "max_num_seqs=-1: needs an int of at least"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens=0: needs an int of at least"),
+        ({"num_host_blocks": -1}, "num_host_blocks=-1: needs an int of at least"),
+        ({"num_host_blocks": 4, "sliding_window": 9}, "num_host_blocks=4: with a sliding_window"),
+        ({"scheduling": "lifo"}, "policy='lifo': needs one of fcfs, priority"),
+    ],
+)
+def test_options_of_a_scheduler_are_checked(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_engine(**options)
 
 
 @pytest.mark.parametrize("budget", [5, 64])
@@ -514,6 +518,7 @@ class RandomServing:
         if first and first.request.search and scheduler.policy == "priority":
             waits = True  # for beams behind a request of smaller priority
         assert first is None or first.request in served or waits
+        assert first not in step.preempted or first.request.search
         self.preemptions.update(seq.request.request_id for seq in step.preempted)
 
     def check_ended(self, request: Request) -> None:
