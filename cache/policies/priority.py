@@ -17,6 +17,7 @@ from cache.policies.queues import GhostList, num_ghosts
 if TYPE_CHECKING:
     import numpy as np
 
+    from cache.replay.operations import Operations
     from cache.traces.trace import Trace
 
 _METHODS = {"start", "insert", "pin", "pin_many", "release", "release_many", "evict", "evict_many"}
@@ -140,12 +141,12 @@ class PriorityPolicy(EvictionPolicy):
                 return None
         return None
 
-    def compiled_replay(self) -> Callable[[Trace, int], tuple[np.ndarray, np.ndarray]] | None:
+    def operations(self, trace: Trace, capacity: int) -> Operations | None:
         if (priority := self.describing_priority()) is None:
             return None
-        from cache.replay.compiled import replay_of  # numba is slow to import
+        from cache.replay.compiled import operations_of  # numba is slow to import
 
-        return replay_of(self, priority)
+        return operations_of(self, priority, trace, capacity)
 
     def rank(self, block: BlockHistory) -> float:
         """``priority(block)``; ValueError if that is not a number."""

@@ -17,20 +17,21 @@ import functools
 import hashlib
 import inspect
 import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import numba
 import numba.extending
 import numpy as np
 from numba import types
-from numba.experimental import structref
+from numba.core import cgutils
+from numba.core.typing.templates import AttributeTemplate
+from numba.extending import infer_getattr, models
 
 import cache
 from cache.policies.base import EvictionPolicy, Request
-from cache.replay.compiled import borrowed, request_of, warmed_up
 from cache.traces.trace import Trace
 
 
@@ -61,11 +62,20 @@ def _warmed_up(policy: EvictionPolicy) -> Callable | None:
         return None
     if operations is None:
         return None
-    key = _key_of(operations)
-    if key not in _RUNS:
-        arguments = _arguments(trace, 1, operations)
-        _RUNS[key] = warmed_up(_compile(key), arguments, policy.name, (ArithmeticError, ValueError))
-    return _RUNS[key]
+    if (key := _key_of(operations)) in _RUNS:
+        return _RUNS[key]
+    run = _compile(key)
+    try:
+        run(*_arguments(trace, 1, operations))
+    except OverflowError:
+        run = None
+    except Exception as error:  # numba raises errors of many kinds, the policy two of its own
+        if not (run.signatures and isinstance(error, ArithmeticError | ValueError)):
+            reason = str(error).partition("\n")[0]
+            warnings.warn(f"{policy.name} runs in Python: numba: {reason}", stacklevel=5)
+            run = None
+    _RUNS[key] = run
+    return run
 
 
 _RUNS: dict[str, Callable | None] = {}
@@ -88,7 +98,6 @@ def _values(operations: Operations) -> tuple:
 
 def _compile(key: str) -> Callable:
     def run(block_ids, offsets, capacity, request_facts, resident, state):
-        block_ids, resident = borrowed(block_ids), borrowed(resident)
         policy = _make(key, state)
         num_requests = len(offsets) - 1
         hits = np.zeros(num_requests, np.int64)
@@ -97,7 +106,8 @@ def _compile(key: str) -> Callable:
         for request in range(num_requests):
             start = offsets[request]
             blocks = block_ids[start : min(offsets[request + 1], start + capacity)]
-            facts = request_of(request_facts[request])
+            row = request_facts[request]
+            facts = Request(row[0], row[1], row[2], row[3], row[4], row[5])
             policy.look_up(blocks)
             while hits[request] < len(blocks) and resident[blocks[hits[request]]]:
                 hits[request] += 1
@@ -125,10 +135,80 @@ def _compile(key: str) -> Callable:
     return numba.njit(nogil=True, cache=_KINDS[key].is_built_in)(run)
 
 
+class _Self(types.Type):
+    """A pointer to the attributes of a policy, which are on the stack of the replay."""
+
+    def __init__(self, policy: str, state: types.BaseTuple) -> None:
+        self.attributes: dict[str, types.Type] = {
+            name: _KINDS[part].self_type(part, of) if part else types.unliteral(of)
+            for (name, part), of in zip(_KINDS[policy].fields, state.types, strict=True)
+        }
+        self.values = types.Tuple(tuple(self.attributes.values()))
+        super().__init__(f"{policy}{state}")
+
+
+class _Model(models.PrimitiveModel):
+    def __init__(self, manager, self_type: _Self) -> None:
+        values = manager.lookup(self_type.values).get_value_type()
+        super().__init__(manager, self_type, values.as_pointer())
+
+
+@infer_getattr
+class _Attributes(AttributeTemplate):
+    key = _Self
+
+    def generic_resolve(self, self_type: _Self, name: str) -> types.Type | None:
+        return self_type.attributes.get(name)
+
+
+def _pointer(builder, self, self_type: _Self, name: str):
+    return cgutils.gep_inbounds(builder, self, 0, list(self_type.attributes).index(name))
+
+
+@numba.extending.lower_getattr_generic(_Self)
+def _(context, builder, self_type, self, name):
+    value, of = builder.load(_pointer(builder, self, self_type, name)), self_type.attributes[name]
+    if isinstance(of, types.Array):  # without an owner, whose references would be counted
+        array = context.make_array(of)(context, builder, value)
+        array.meminfo = cgutils.get_null_value(array.meminfo.type)
+        value = array._getvalue()
+    return value
+
+
+@numba.extending.lower_setattr_generic(_Self)
+def _(context, builder, signature, arguments, name):
+    (self_type, of), (self, value) = signature.args, arguments
+    value = context.cast(builder, value, of, self_type.attributes[name])
+    builder.store(value, _pointer(builder, self, self_type, name))
+
+
+@numba.extending.intrinsic(prefer_literal=True)
+def _make(_typing_context, key, state):
+    """``self`` of the policy with ``key``; it lives as long as the function that calls this."""
+    if not isinstance(key, types.StringLiteral):
+        return None
+    self_type = _KINDS[key.literal_value].self_type(key.literal_value, state)
+
+    def generate(context, builder, signature, arguments):
+        return _store(context, builder, self_type, state, arguments[1])
+
+    return self_type(key, state), generate
+
+
+def _store(context, builder, self_type: _Self, state: types.BaseTuple, values):
+    self = cgutils.alloca_once(builder, context.get_value_type(self_type.values))
+    for place, (name, of) in enumerate(self_type.attributes.items()):
+        value = builder.extract_value(values, place)
+        if isinstance(of, _Self):
+            value = _store(context, builder, of, state.types[place], value)
+        builder.store(value, _pointer(builder, self, self_type, name))
+    return self
+
+
 class _Kind(NamedTuple):
     """What the compiled code of ``Operations`` depends on, besides the types of its state."""
 
-    self_type: type[types.StructRef]
+    self_type: type[_Self]
     fields: tuple[tuple[str, str], ...]
     """Names of the attributes, each with the key of the policy that it is, or ""."""
     is_built_in: bool
@@ -152,17 +232,14 @@ def _register(name: str, methods: tuple, fields: tuple) -> str:
     is_built_in = is_built_in and all(_KINDS[part].is_built_in for part in parts)
     code = f"{_digest()} {parts}" if is_built_in else f"own {len(_KINDS)}"
     key = f"{'.'.join([name, *(part.partition(':')[0] for part in parts)])}: {code}"
-    private = {field for field, _ in fields if field.startswith("_")}
-    fields = tuple((_FIELD + name if name in private else name, part) for name, part in fields)
-    self_type = structref.register(type(name, (types.StructRef,), {}))
+    self_type = type(name, (_Self,), {})
+    numba.extending.register_model(self_type)(_Model)
     for method_name, method in (dict.fromkeys(_OPTIONAL, _nothing) | dict(methods)).items():
-        _add_method(self_type, method_name, method, private)
+        _add_method(self_type, method_name, method)
     _KINDS[key] = _Kind(self_type, fields, is_built_in)
     return key
 
 
-_FIELD = "field"
-"""Before names that begin with an underscore, which a ``StructRef`` cannot have."""
 _OPTIONAL = "look_up", "tell", "miss"
 
 
@@ -178,48 +255,10 @@ def _digest() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def _add_method(
-    self_type: type[types.StructRef], name: str, method: Callable, private: set[str]
-) -> None:
-    code = method.__code__
-    names = tuple(_FIELD + name if name in private else name for name in code.co_names)
-    code = code.replace(co_names=names)
-    renamed = FunctionType(code, method.__globals__, name, method.__defaults__, method.__closure__)
-
+def _add_method(self_type: type[_Self], name: str, method: Callable) -> None:
     def choose(*_arguments):
-        return renamed
+        return method
 
-    choose.__signature__ = inspect.signature(renamed)
+    choose.__signature__ = inspect.signature(method)
     options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     numba.extending.overload_method(self_type, name, jit_options=options)(choose)
-
-
-def _make(key: str, state: tuple):
-    """``self`` of the policy with ``key``, in compiled code."""
-
-
-@numba.extending.overload(_make, prefer_literal=True)
-def _(key, state):
-    if not isinstance(key, types.StringLiteral):
-        return None
-    key = key.literal_value
-    lines = ["def make(key, state):", "self = new(self_type)"]
-    for place, (field, part) in enumerate(_KINDS[key].fields):
-        value = f"state[{place}]"
-        if part:
-            value = f"_make({part!r}, {value})"
-        elif isinstance(state[place], types.Array):
-            value = f"borrowed({value})"  # the caller of the replay keeps it
-        lines.append(f"self.{field} = {value}")
-    scope = {"new": structref.new, "self_type": _self_type(key, state)}
-    scope |= {"_make": _make, "borrowed": borrowed}
-    exec("\n    ".join([*lines, "return self"]), scope)
-    return scope["make"]
-
-
-def _self_type(key: str, state: types.BaseTuple) -> types.StructRef:
-    kind = _KINDS[key]
-    return kind.self_type([
-        (field, _self_type(part, of) if part else types.unliteral(of))
-        for (field, part), of in zip(kind.fields, state.types, strict=True)
-    ])  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 
-import numba
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 import cache
 from cache.policies import ClassPolicy, EvictionPolicy, Request, make_policy
 from cache.policies.gittins import Gittins
-from cache.replay import compiled_classes
 from cache.traces.trace import Trace
 from tests.cache.prefix_traces import prefix_traces, trace_of
 
@@ -100,7 +98,7 @@ def long_traces(draw):
 class Slow(Rare):
     """Runs in Python."""
 
-    compiled_replay = EvictionPolicy.compiled_replay
+    operations = EvictionPolicy.operations
 
 
 @given(trace=long_traces(), capacity=st.integers(1, 30), ratio=st.sampled_from([0, 0.4, 2, 16]))
@@ -235,21 +233,6 @@ def test_a_method_that_is_overridden_is_called(method):
     policy = type("Own", (Rare,), {method: own})()
     assert not cache.simulate(trace_of([(0,), (1,)]), policy=policy, capacity_blocks=1).compiled
     assert called
-
-
-def test_a_built_in_policy_is_compiled_again_when_the_code_of_its_base_changes(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(Rare.classify, "__module__", "cache.policies.rare")
-    kept = []
-    for learns_first, module in ((512, __name__), (512, "cache.policies.rare"), (5, None)):
-        monkeypatch.setattr(compiled_classes, "LEARN_FIRST", learns_first)
-        if module:
-            monkeypatch.setattr(Rare.learn, "__module__", module)
-        compiled_classes._warmed_up.__wrapped__(Rare.classify, Rare.learn, 12, "rare")
-        kept.append(len([*tmp_path.rglob("*.nbc")]))
-    assert kept == [0, 1, 2]
 
 
 @pytest.mark.parametrize("name", ["classify", "learn"])

@@ -329,7 +329,7 @@ def with_f_string(block):
 def test_a_priority_that_numba_cannot_compile_runs_in_python_with_a_note(priority):
     own = type("Own", (PriorityPolicy,), {"priority": staticmethod(priority)})()
     trace = trace_of([(0, 1), (2, 3), (0, 1)])
-    with pytest.warns(UserWarning, match=rf"{priority.__name__} runs in Python: numba: ."):
+    with pytest.warns(UserWarning, match="Own runs in Python: numba: ."):
         result = cache.simulate(trace, policy=own, capacity_blocks=3)
     assert not result.compiled
     assert result.hit_blocks == cache.simulate(trace, policy="lru", capacity_blocks=3).hit_blocks
