@@ -301,8 +301,9 @@ class Engine:
         rows: list[int] = []
         drawing: list[ScheduledSequence] = []
         complete = [seq for seq in step.sequences if seq.num_computed_tokens == len(seq.token_ids)]
+        has_beams = bool(self._beam_searches)
         for row, seq in enumerate(complete):
-            search = seq.request.search
+            search = seq.request.search if has_beams else None
             if search is not None:
                 try:
                     best = self.sampler.likeliest(logits, row, seq, search.num_candidates)

@@ -156,16 +156,15 @@ class Scheduler:
 
         Do not call it for a scheduled sequence before its step has ended.
         """
-        if seq.status is Status.RUNNING:
+        status, seq.status = seq.status, Status.FINISHED
+        if status is Status.RUNNING:
             self.running.remove(seq)
             self.manager.free(seq)
-        elif seq.status is Status.WAITING:
+        elif status is Status.WAITING:
             self.waiting.remove(seq)
             self._drop_host_copy(seq)
-            seq.status = Status.FINISHED
             self.manager.drop(seq)
             self.manager.expect(seq.order)
-        seq.status = Status.FINISHED
 
     def schedule(self) -> Step:
         """Choose the tokens of the next step and give them slots.
