@@ -99,6 +99,7 @@ def test_managers_are_compared_with_vllm_of_the_same_hash(monkeypatch):
         rows.loc[chosen, "us"] = us
     table = managers.table(rows).set_index("name")
     ratios = {"vllm_v1 (sha256)": 2 / 8, "vllm_v1 (xxh3_128)": 2 / 4, "vllm_v0 (xxh3_128)": 6 / 4}
+    ratios |= {f"vllm_v1 (xxh3_128) {policy}": 2 / 4 for policy in managers._OTHER_POLICIES}
     assert table["ratio_to_vllm"].dropna().to_dict() == ratios
     assert {"vLLM 0.0 (sha256)", "paged"} <= set(table.index)
 
