@@ -162,7 +162,8 @@ class Scheduler:
             self.manager.free(seq)
         elif status is Status.WAITING:
             self.waiting.remove(seq)
-            self._drop_host_copy(seq)
+            if seq.host_blocks:
+                self._drop_host_copy(seq)
             self.manager.drop(seq)
             self.manager.expect(seq.order)
 
