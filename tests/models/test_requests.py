@@ -168,11 +168,6 @@ def test_the_token_that_ends_an_output_has_no_text(
     assert "".join(token.text for token in tokens) == ("" if is_beam_search else output.text)
 
 
-def test_stop_strings_need_a_tokenizer(llm):
-    with pytest.raises(ValueError, match=r"stop=\('x',\): texts need a tokenizer"):
-        llm.generate(PROMPT, SamplingParams(stop="x"))
-
-
 def test_nothing_is_shared_across_salts(make_llm):
     """Each tenant finds only its own prompts in the cache."""
     llm = make_llm(block_size=4, num_blocks=64)

@@ -187,6 +187,7 @@ def test_statistics():
         (prompt(20), GREEDY, {}, "prompt: has 20 tokens; needs at most 19"),
         ([1], SamplingParams(beam_width=9), {}, "beam_width=9: needs at most max_num_seqs=8"),
         (prompt(9), SamplingParams(beam_width=2), {}, r"may need 10 blocks, all at .* has 5"),
+        ([1], SamplingParams(stop="x"), {}, r"stop=\('x',\): texts need a tokenizer"),
         ([1], GREEDY, {"cache_salt": "\ud800"}, "cache_salt='.ud800': cannot be hashed"),
         ([1], GREEDY, {"cache_salt": 7}, r"cache_salt=7: needs str \| bytes"),
         ([1], GREEDY, {"lora_name": 1.5}, r"lora_name=1.5: needs str \| int"),
