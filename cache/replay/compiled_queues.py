@@ -15,19 +15,12 @@ from cache.policies.queues import GhostList, Queue, QueuePolicy
 from cache.replay.operations import Operations
 from cache.traces.trace import Trace
 
-_RECORD = np.dtype(
-    [
-        ("older", np.int64),  # neighbours in the list
-        ("newer", np.int64),
-        ("list", np.int64),  # its end; 0: in none
-        ("length", np.int32),  # of an end
-        ("num_released", np.int32),  # of an end
-        ("in_use", np.bool_),
-        ("is_new", np.bool_),
-        ("value", np.int64),  # of a ghost; of a block what its ghost held; of an end the capacity
-    ],
-    align=True,
-)
+_OF_ALL = "older", "newer", "list", "value"
+"""Neighbours, the end of the list (0: in none), and a number: of a ghost its value, of a block what
+its ghost held, of an end the capacity."""
+_OF_ENDS = "length", "num_released"
+_OF_BLOCKS = "in_use", "is_new"
+_RECORD = np.dtype([(name, np.int64) for name in (*_OF_ALL, *_OF_ENDS, *_OF_BLOCKS)])
 
 
 def operations_of(policy: QueuePolicy, trace: Trace, capacity: int) -> Operations:
@@ -44,65 +37,40 @@ def operations_of(policy: QueuePolicy, trace: Trace, capacity: int) -> Operation
             return np.array([converted(one) for one in value])
         if isinstance(value, dict):
             array = np.zeros(num_blocks + 1, np.int64)  # -1 is an index, too
-            for block, number in value.items():
-                array[block] = number
+            array[list(value)] = list(value.values())
             return array
         return value
 
-    state = {
-        name: converted(value)
-        for name, value in vars(policy).items()
-        if name not in _REPLACED
-    }  # fmt: skip
+    replaced = {"_keys", "_queue_of", "_pinned", "_newcomers", "_returning"}
+    state = {name: converted(of) for name, of in vars(policy).items() if name not in replaced}
     records = np.zeros(2 * num_blocks + len(ends), _RECORD)
-    for end, size in enumerate(ends, 2 * num_blocks):
-        records[end]["older"] = records[end]["newer"] = end
-        records[end]["value"] = size
-    own = {n: f for n, f in vars(type(policy)).items() if inspect.isfunction(f)}
-    own = {n: f for n, f in own.items() if n not in ("__init__", "_reset")}
+    records["value"][2 * num_blocks :] = ends
+    records["older"] = records["newer"] = np.arange(len(records))
+    own = {name: of for name, of in vars(type(policy)).items() if inspect.isfunction(of)}
+    own = {name: of for name, of in own.items() if name not in ("__init__", "_reset")}
     state |= {"records": records, "num_blocks": num_blocks}
     return Operations(policy.name, _METHODS | own, state)
 
 
-_REPLACED = {"_keys", "_queue_of", "_pinned", "_newcomers", "_returning"}
-
-
-def _link(self, at, end):
-    """Make ``at`` the newest of a list."""
-    records = self.records
-    newest = records[end].older
-    records[at].older, records[at].newer, records[at].list = newest, end, end
-    records[newest].newer = records[end].older = at
-    records[end].length += 1
-
-
-def _unlink(self, at):
-    records = self.records
-    older, newer = records[at].older, records[at].newer
-    records[older].newer, records[newer].older = newer, older
-    records[records[at].list].length -= 1
-    records[at].list = 0
-
-
 def insert(self, block, key, parent, depth):
-    self.records[block].in_use = self.records[block].is_new = True
+    self.records[block].in_use = self.records[block].is_new = 1
     self._admit(block)
     self.records[block].value = 0
 
 
 def pin(self, block):
     record = self.records[block]
-    record.in_use = True
+    record.in_use = 1
     self.records[record.list].num_released -= 1
 
 
 def release_many(self, blocks):
     for block in blocks:
         record = self.records[block]
-        record.in_use = False
+        record.in_use = 0
         self.records[record.list].num_released += 1
         if record.is_new:
-            record.is_new = False
+            record.is_new = 0
             self._settle(block)
         else:
             self._hit(block)
@@ -114,14 +82,6 @@ def evict(self):
     return block
 
 
-def remove(self, block):
-    self._remove(block)
-
-
-def _settle(self, block):
-    self._move(block, self.records[block].list)
-
-
 def _remove(self, block):
     self.records[self.records[block].list].num_released -= 1
     self._unlink(block)
@@ -129,7 +89,7 @@ def _remove(self, block):
 
 def _move(self, block, queue):
     record = self.records[block]
-    is_released = not record.in_use
+    is_released = 1 - record.in_use
     if record.list:
         self.records[record.list].num_released -= is_released
         self._unlink(block)
@@ -143,26 +103,6 @@ def _oldest(self, queue):
         if not self.records[block].in_use:
             return block
         self._move(block, queue)
-
-
-def _num_released(self, queue):
-    return self.records[queue].num_released
-
-
-def _length(self, queue):
-    return self.records[queue].length
-
-
-def _head(self, queue):
-    return self.records[queue].newer
-
-
-def _is_in(self, block, queue):
-    return self.records[block].list == queue
-
-
-def _in_use(self, block):
-    return self.records[block].in_use
 
 
 def _remember(self, ghosts, block, value=1):
@@ -182,15 +122,39 @@ def _recall(self, ghosts, key):
     return True
 
 
-def _recalled(self, block):
-    return self.records[block].value
-
-
 def _forget_oldest(self, ghosts):
     if self.records[ghosts].length:
         self._unlink(self.records[ghosts].newer)
 
 
-_METHODS = {name: f for name, f in globals().items() if inspect.isfunction(f)}
-del _METHODS["operations_of"]
-_METHODS |= {"miss": QueuePolicy.miss, "_first_of": QueuePolicy._first_of}
+def _link(self, at, end):
+    """Make ``at`` the newest of a list."""
+    records = self.records
+    newest = records[end].older
+    records[at].older, records[at].newer, records[at].list = newest, end, end
+    records[newest].newer = records[end].older = at
+    records[end].length += 1
+
+
+def _unlink(self, at):
+    records = self.records
+    older, newer = records[at].older, records[at].newer
+    records[older].newer, records[newer].older = newer, older
+    records[records[at].list].length -= 1
+    records[at].list = 0
+
+
+_FUNCTIONS = (insert, pin, release_many, evict, _remove, _move, _oldest)
+_FUNCTIONS += (_remember, _recall, _forget_oldest, _link, _unlink)
+_METHODS = {function.__name__: function for function in _FUNCTIONS} | {
+    "miss": QueuePolicy.miss,
+    "remove": lambda self, block: self._remove(block),
+    "_settle": lambda self, block: self._move(block, self.records[block].list),
+    "_first_of": QueuePolicy._first_of,
+    "_length": lambda self, queue: self.records[queue].length,
+    "_num_released": lambda self, queue: self.records[queue].num_released,
+    "_head": lambda self, queue: self.records[queue].newer,
+    "_is_in": lambda self, block, queue: self.records[block].list == queue,
+    "_in_use": lambda self, block: self.records[block].in_use,
+    "_recalled": lambda self, block: self.records[block].value,
+}

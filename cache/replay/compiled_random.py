@@ -12,9 +12,7 @@ from cache.traces.trace import Trace
 
 
 def operations_of(policy: Random, trace: Trace, capacity: int) -> Operations:
-    methods = {"pin": remove, "remove": remove, "evict": evict, "release_many": release_many}
-    methods["insert"] = insert
-    return Operations("random", methods, {"bag": bag(trace, random.Random(policy.seed))})
+    return Operations("random", _METHODS, {"bag": bag(trace, random.Random(policy.seed))})
 
 
 def bag(trace: Trace, generator: random.Random) -> Operations:
@@ -29,7 +27,7 @@ def bag(trace: Trace, generator: random.Random) -> Operations:
         "draws": twin.random_sample(trace.num_block_references),  # one for each eviction
         "num_draws": 0,
     }
-    return Operations("bag", {"add": _add, "remove": _take, "draw": _draw}, state)
+    return Operations("bag", {"add": _add, "remove": _remove, "draw": _draw}, state)
 
 
 def _add(self, item):
@@ -38,7 +36,7 @@ def _add(self, item):
     self.size += 1
 
 
-def _take(self, item):
+def _remove(self, item):
     self.size -= 1
     last = self.items[self.size]  # fills the gap
     self.items[self.position[item]] = last
@@ -52,18 +50,15 @@ def _draw(self):
     return item
 
 
-def insert(self, block, key, parent, depth):
-    pass
-
-
-def remove(self, block):
-    self.bag.remove(block)
-
-
-def release_many(self, blocks):
+def _release_many(self, blocks):
     for block in blocks:
         self.bag.add(block)
 
 
-def evict(self):
-    return self.bag.draw()
+_METHODS = {
+    "insert": lambda self, block, key, parent, depth: None,
+    "release_many": _release_many,
+    "pin": lambda self, block: self.bag.remove(block),
+    "remove": lambda self, block: self.bag.remove(block),
+    "evict": lambda self: self.bag.draw(),
+}

@@ -50,11 +50,13 @@ def replay_of(policy: EvictionPolicy) -> Callable | None:
 
     None as well if it has no ``operations``, or its integers are too large at once.
     """
-    run = _warmed_up(policy)
-    return run and functools.partial(_replay, run, policy)
 
+    def arguments(trace: Trace, capacity: int) -> tuple:
+        facts, resident = trace.request_facts, np.zeros(trace.num_unique_blocks, np.bool_)
+        block_ids = trace.block_ids.astype(np.int64)  # as all integers, for fewer compilations
+        state = _values(policy.operations(trace, capacity))
+        return block_ids, trace.offsets, capacity, facts, resident, state
 
-def _warmed_up(policy: EvictionPolicy) -> Callable | None:
     trace = Trace.from_requests([(0, 1, 1, [0])], name="tiny")
     try:
         operations = policy.operations(trace, 1)
@@ -62,33 +64,22 @@ def _warmed_up(policy: EvictionPolicy) -> Callable | None:
         return None
     if operations is None:
         return None
-    if (key := _key_of(operations)) in _RUNS:
-        return _RUNS[key]
-    run = _compile(key)
-    try:
-        run(*_arguments(trace, 1, operations))
-    except OverflowError:
-        run = None
-    except Exception as error:  # numba raises errors of many kinds, the policy two of its own
-        if not (run.signatures and isinstance(error, ArithmeticError | ValueError)):
-            reason = str(error).partition("\n")[0]
-            warnings.warn(f"{policy.name} runs in Python: numba: {reason}", stacklevel=5)
-            run = None
-    _RUNS[key] = run
-    return run
+    if (key := _key_of(operations)) not in _RUNS:
+        run = _RUNS[key] = _compile(key)
+        try:
+            run(*arguments(trace, 1))
+        except OverflowError:
+            return None
+        except Exception as error:  # numba raises errors of many kinds, the policy two of its own
+            if not (run.signatures and isinstance(error, ArithmeticError | ValueError)):
+                reason = str(error).partition("\n")[0]
+                warnings.warn(f"{policy.name} runs in Python: numba: {reason}", stacklevel=4)
+                _RUNS[key] = None
+    run = _RUNS[key]
+    return run and (lambda trace, capacity: run(*arguments(trace, capacity)))
 
 
 _RUNS: dict[str, Callable | None] = {}
-
-
-def _replay(run, policy: EvictionPolicy, trace: Trace, capacity: int):
-    return run(*_arguments(trace, capacity, policy.operations(trace, capacity)))
-
-
-def _arguments(trace: Trace, capacity: int, operations: Operations) -> tuple:
-    facts, resident = trace.request_facts, np.zeros(trace.num_unique_blocks, np.bool_)
-    block_ids = trace.block_ids.astype(np.int64)  # as all integers, for fewer compilations
-    return block_ids, trace.offsets, capacity, facts, resident, _values(operations)
 
 
 def _values(operations: Operations) -> tuple:
@@ -227,24 +218,26 @@ def _key_of(operations: Operations) -> str:
 @functools.cache
 def _register(name: str, methods: tuple, fields: tuple) -> str:
     parts = [key for _, key in fields if key]
-    modules = [method.__module__ for _, method in methods]
-    is_built_in = all(module.startswith(("cache.policies.", "cache.replay.")) for module in modules)
-    is_built_in = is_built_in and all(_KINDS[part].is_built_in for part in parts)
+    is_built_in = all(_KINDS[part].is_built_in for part in parts) and all(
+        method.__module__.startswith(("cache.policies.", "cache.replay.")) for _, method in methods
+    )
     code = f"{_digest()} {parts}" if is_built_in else f"own {len(_KINDS)}"
     key = f"{'.'.join([name, *(part.partition(':')[0] for part in parts)])}: {code}"
     self_type = type(name, (_Self,), {})
     numba.extending.register_model(self_type)(_Model)
-    for method_name, method in (dict.fromkeys(_OPTIONAL, _nothing) | dict(methods)).items():
-        _add_method(self_type, method_name, method)
+    options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    for method_name, method in (_OPTIONAL | dict(methods)).items():
+
+        def choose(*_arguments, method=method):
+            return method
+
+        choose.__signature__ = inspect.signature(method)
+        numba.extending.overload_method(self_type, method_name, jit_options=options)(choose)
     _KINDS[key] = _Kind(self_type, fields, is_built_in)
     return key
 
 
-_OPTIONAL = "look_up", "tell", "miss"
-
-
-def _nothing(self, _argument):
-    pass
+_OPTIONAL = dict.fromkeys(("look_up", "tell", "miss"), lambda self, _argument: None)
 
 
 @functools.cache
@@ -253,12 +246,3 @@ def _digest() -> str:
     folders = (Path(cache.__file__).parent / name for name in ("policies", "replay"))
     files = sorted(file for folder in folders for file in folder.glob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-
-
-def _add_method(self_type: type[_Self], name: str, method: Callable) -> None:
-    def choose(*_arguments):
-        return method
-
-    choose.__signature__ = inspect.signature(method)
-    options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-    numba.extending.overload_method(self_type, name, jit_options=options)(choose)
