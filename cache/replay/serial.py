@@ -75,9 +75,10 @@ def simulate(
     """Replay ``trace`` through a pool of ``capacity_blocks`` blocks.
 
     ``trace`` is a path or a ``Trace``.  ``policy`` is a name, ``"file.py:Class"``, or a policy
-    object, which is started anew; ``options`` go to a named policy.  A ``PriorityPolicy`` or
-    ``ClassPolicy`` that numba can compile runs compiled, in float64.  Other policies run in Python,
-    and so does one with priorities beyond 2**53, which float64 would round.
+    object, which is started anew; ``options`` go to a named policy.  Built-in policies run
+    compiled, in float64, and so does a ``PriorityPolicy`` or ``ClassPolicy`` of yours that numba
+    can compile.  Others run in Python, and so does one with priorities beyond 2**53, which float64
+    would round.
 
     ``counted`` selects the requests in the result: with ``slice(1000, None)`` the first 1000 only
     warm up the pool and the policy.

@@ -7,10 +7,11 @@ of its oracleGeneral records with precomputed ids, sizes and next accesses.  Its
 at the size that the pool needs, several times faster here than its default of 2**24 buckets.
 
 libcachesim takes one block reference at a time.  Ours takes a request: its blocks stay pinned, and
-the deepest counts as accessed first.  So the hit rates of the two differ a little.  Both run with
-their default parameters, which are the same.  For requests of one block both hit the same, but for
-two policies: ``random`` has other draws, and ``gdsf`` of libcachesim starts a newcomer from the
-value of an earlier victim.
+the deepest counts as accessed first.  So the hit rates of the two differ a little.  With ``random``
+they differ a lot, since nothing behind a missing block of a prompt hits here.  Both run with their
+default parameters, which are the same.  For requests of one block both hit the same, but for two
+policies: ``random`` has other draws, and ``gdsf`` of libcachesim starts a newcomer from the value
+of an earlier victim.
 """
 
 from __future__ import annotations
