@@ -143,7 +143,8 @@ def make_leaves(policy: EvictionPolicy, capacity: int) -> RankedLeaves | PolicyL
     """Start ``policy`` for at most ``capacity`` nodes and wrap it."""
     policy.start(capacity)
     if isinstance(policy, PriorityPolicy) and policy.describing_priority():
-        return RankedLeaves(policy)
+        if not policy.memory_size:  # a node has none
+            return RankedLeaves(policy)
     return PolicyLeaves(policy)
 
 
