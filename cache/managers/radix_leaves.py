@@ -142,9 +142,9 @@ class PolicyLeaves:
 def make_leaves(policy: EvictionPolicy, capacity: int) -> RankedLeaves | PolicyLeaves:
     """Start ``policy`` for at most ``capacity`` nodes and wrap it."""
     policy.start(capacity)
-    if isinstance(policy, PriorityPolicy) and policy.describing_priority():
-        if not policy.memory_size:  # a node has none
-            return RankedLeaves(policy)
+    is_ranked = isinstance(policy, PriorityPolicy) and policy.describing_priority()
+    if is_ranked and not policy.memory_size:  # which a node does not have
+        return RankedLeaves(policy)
     return PolicyLeaves(policy)
 
 
