@@ -42,8 +42,9 @@ class QueueInformed(WrappingPolicy):
     def expect(self, place: tuple[int, ...], keys: Sequence[Hashable]) -> None:
         super().expect(place, keys)
         for key in self._line.pop(place, ()):
-            self._wanted[key].remove(place)
-            if not self._wanted[key]:
+            places = self._wanted[key]
+            del places[bisect.bisect_left(places, place)]
+            if not places:
                 del self._wanted[key]
             self._rank_again(key)
         if keys:
