@@ -237,7 +237,7 @@ EXPERIMENT = Experiment(
     name="eviction",
     figure="hit rate vs capacity per eviction policy, with the optimum and the infinite cache",
     options=Eviction(),
-    # Whole traces, for which published.toml has numbers, and policies whose replays are compiled.
+    # Whole traces, for which published.toml has numbers.
     quick=Eviction(policy=("lru", "lfu", "gdsf", "belady"), capacity_percent=(0.5, 5, 20, 50)),
     cells=cells,
     run_cell=run_cell,
