@@ -6,7 +6,7 @@ import abc
 import inspect
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -42,14 +42,6 @@ def worth_at(worths: np.ndarray, age_ms: float) -> float:
     bin_ = age_bin(age_ms)
     part = min((age_ms - BIN_BEGINS[bin_]) / BIN_WIDTHS[bin_], 1.0)
     return worths[bin_] + part * (worths[bin_ + 1] - worths[bin_])
-
-
-def wrong_class(name: str, num_classes: int) -> ValueError:
-    return ValueError(f"policy {name!r}: classify gave a class beyond 0 to {num_classes - 1}")
-
-
-def wrong_worth(name: str) -> ValueError:
-    return ValueError(f"policy {name!r}: learn gave a worth that is not finite")
 
 
 @dataclass(slots=True, eq=False)
@@ -176,28 +168,48 @@ class ClassPolicy(EvictionPolicy):
                 raise ValueError(f"release: block {block} is not in use")
         self._released.update(blocks)
         self._oldest = None
+        self._access(blocks)
+
+    def _access(self, blocks: Sequence[int]) -> None:
+        """Give released blocks their classes.  The replay compiles this method as it is."""
         if math.isnan(self._request.time_ms):
             self._now += 1000.0
         if self._num_releases >= self._learn_at:
             self.learn(self._returned, self._gone, self._worths)
             if not math.isfinite(self._worths.sum()):
-                raise wrong_worth(self.name)
+                self._refuse_worth()
             self._learn_at = self._num_releases + max(self._num_releases // 4, LEARN_FIRST)
-        records = [self._blocks[block] for block in blocks]
-        idle = next((self._now - record.released_ms for record in records if record.uses), math.nan)
+        records, returned, request, now = self._blocks, self._returned, self._request, self._now
+        idle = math.nan
+        for block in blocks:
+            if records[block].uses:
+                idle = now - records[block].released_ms
+                break
         weight = 1.0 / math.sqrt(max(len(blocks), 1))
-        for place, (block, record) in enumerate(zip(blocks, records, strict=True)):
+        is_end = True
+        for block in blocks:
+            record = records[block]
             if record.uses:
-                age = age_bin(self._now - record.released_ms)
-                self._returned[record.class_, age] += record.weight
+                returned[record.class_, age_bin(now - record.released_ms)] += record.weight
             record.uses += 1
-            record.class_ = int(self.classify(record.uses, place == 0, idle, self._request))
-            if not 0 <= record.class_ < self.num_classes:
-                raise wrong_class(self.name, self.num_classes)
-            record.released_ms, record.weight = self._now, weight
+            class_ = int(self.classify(record.uses, is_end, idle, request))
+            if not 0 <= class_ < len(self._worths):
+                self._refuse_class()
+            record.class_, record.released_ms, record.weight = class_, now, weight
             record.number = self._num_releases
             self._num_releases += 1
-            self._classes[record.class_][block] = record
+            self._append(class_, block)
+            is_end = False
+
+    def _append(self, class_: int, block: int) -> None:
+        self._classes[class_][block] = self._blocks[block]
+
+    def _refuse_class(self) -> None:
+        last = self.num_classes - 1
+        raise ValueError(f"policy {self.name!r}: classify gave a class beyond 0 to {last}")
+
+    def _refuse_worth(self) -> None:
+        raise ValueError(f"policy {self.name!r}: learn gave a worth that is not finite")
 
     def evict(self) -> int:
         if not self._released:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Hashable, Iterator
 
 
@@ -34,6 +35,10 @@ class LazyHeap:
         """Take ``item`` out, wherever it is.  Raises KeyError if it is not here."""
         del self._tickets[item]
 
+    def discard(self, item: Hashable) -> None:
+        """``remove``, if it is here."""
+        self._tickets.pop(item, None)
+
     def pop(self) -> tuple[float, Hashable]:
         """Remove the first item; returns the first number of its priority, and the item.
 
@@ -51,6 +56,10 @@ class LazyHeap:
             if self._tickets.get(entry[-1]) == entry[-2]:
                 return entry[0], entry[-1]
             heapq.heappop(self._heap)
+
+    def least(self) -> float:
+        """The first number of the first item's priority; infinity without any item."""
+        return self.first()[0] if self._tickets else math.inf
 
     def __contains__(self, item: Hashable) -> bool:
         return item in self._tickets

@@ -4,38 +4,44 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from cache.policies.base import UNKNOWN_REQUEST, EvictionPolicy, Request
 from cache.policies.lazy_heap import LazyHeap
+
+if TYPE_CHECKING:
+    from cache.replay.operations import Operations
+    from cache.traces.trace import Trace
 
 
 @dataclass(slots=True, eq=False)
 class Node:
     """A resident block in the tree of prompts."""
 
-    block: int
     key: Hashable
-    parent: Node | None
+    parent: int
+    """The resident block that it continues; -1 if there is none."""
     depth: int
-    children: dict[Node, None] = field(default_factory=dict)
+    children: dict[int, None] = field(default_factory=dict)
     """Resident blocks that continue it."""
     released: bool = False
-    memo: Any = None
-    """Data of a subclass; by default the tuple of numbers that ranks the node."""
-
-    def __reduce__(self) -> tuple:
-        """Without its neighbours, which ``LeafPolicy`` adds: a prompt may have thousands."""
-        return Node, (self.block, self.key, None, self.depth, {}, self.released, self.memo)
+    value: float = -1.0
+    """A number of a subclass, not negative; -1 until it is set."""
+    time: float = 0.0
+    """Another one."""
 
 
 class LeafPolicy(EvictionPolicy):
-    """Evicts released blocks without resident children, the smallest ``memo`` first.
+    """Evicts released blocks without resident children, the first of ``_leaves`` first.
 
     A subclass may keep the leaves in another order.  If every released block has a child (the
     owner released a prompt from its head), the block released first is evicted.
+
+    The methods of built-in subclasses are compiled for the replay as they are, but for a few that
+    ``cache.replay.compiled_leaves`` replaces.  They use numbers, lists of them, nodes, and what
+    that file has of the containers.
     """
 
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
@@ -44,10 +50,17 @@ class LeafPolicy(EvictionPolicy):
         self._now = 0.0
         """Time of the latest request, ms; if unknown, each release counts as a second."""
         self._nodes: dict[int, Node] = {}
-        self._with_key: dict[Hashable, Node] = {}
+        self._with_key: dict[Hashable, int] = {}
         self._released: dict[int, None] = {}
         self._leaves = LazyHeap()
         self._reset()
+
+    def operations(self, trace: Trace, capacity: int) -> Operations | None:
+        if not type(self).__module__.startswith("cache.policies."):
+            return None
+        from cache.replay.compiled_leaves import operations_of  # numba is slow to import
+
+        return operations_of(self, trace, capacity)
 
     def tell(self, request: Request) -> None:
         self._request = request
@@ -57,78 +70,77 @@ class LeafPolicy(EvictionPolicy):
     def insert(self, block: int, key: Hashable, parent: Hashable | None, depth: int) -> None:
         if block in self._nodes:
             raise ValueError(f"insert: block {block} holds content already")
-        node = Node(block, key, self._with_key.get(parent), depth)
-        self._nodes[block] = self._with_key[key] = node
-        if node.parent:
-            if node.parent.released and not node.parent.children:
-                self._withdraw(node.parent)
-            node.parent.children[node] = None
+        above = self._with_key.get(parent, -1)
+        self._nodes[block] = Node(key, above, depth)
+        self._with_key[key] = block
+        if above >= 0:
+            node = self._nodes[above]
+            if node.released and not node.children:
+                self._withdraw(above)
+            node.children[block] = None
+        self._inserted(block)
 
     def pin(self, block: int) -> None:
         if block not in self._released:
             raise ValueError(f"pin: block {block} is not a released one")
         del self._released[block]
+        self._pin(block)
+
+    def _pin(self, block: int) -> None:
         node = self._nodes[block]
         node.released = False
         if not node.children:
-            self._withdraw(node)
+            self._withdraw(block)
+        self._pinned(block)
 
     def release(self, block: int) -> None:
         self.release_many((block,))
 
     def release_many(self, blocks: Iterable[int]) -> None:
-        nodes = []
+        blocks = list(blocks)
         for block in blocks:
             if block not in self._nodes or block in self._released:
                 raise ValueError(f"release: block {block} is not in use")
-            nodes.append(self._nodes[block])
+        self._release(blocks)
+        self._released.update(dict.fromkeys(blocks))
+
+    def _release(self, blocks: Sequence[int]) -> None:
         if math.isnan(self._request.time_ms):
             self._now += 1000.0
-        self._access(nodes)
-        for node in nodes:
+        self._access(blocks)
+        for block in blocks:
+            node = self._nodes[block]
             node.released = True
-            self._released[node.block] = None
             if not node.children:
-                self._offer(node)
+                self._offer(block)
 
     def evict(self) -> int:
         if not self._released:
             raise IndexError("evict: no block is released")
-        node = self._take() or self._nodes[next(iter(self._released))]
-        self._give_up(node)
-        return node.block
+        block = self._take()
+        if block < 0:
+            block = next(iter(self._released))
+        self._give_up(block)
+        return block
 
     def remove(self, block: int) -> None:
-        node = self._nodes[block]
-        if not node.children:
-            self._withdraw(node)
-        self._give_up(node)
+        if not self._nodes[block].children:
+            self._withdraw(block)
+        self._give_up(block)
 
-    def _give_up(self, node: Node) -> None:
-        node.released = False
-        del self._released[node.block]
-        del self._nodes[node.block]
-        if self._with_key.get(node.key) is node:
+    def _give_up(self, block: int) -> None:
+        self._gone(block)
+        node = self._nodes.pop(block)
+        del self._released[block]
+        if self._with_key.get(node.key) == block:
             del self._with_key[node.key]
-        if node.parent:
-            del node.parent.children[node]
-            if node.parent.released and not node.parent.children:
+        for child in node.children:
+            self._nodes[child].parent = -1
+        if node.parent >= 0:
+            above = self._nodes[node.parent]
+            del above.children[block]
+            if above.released and not above.children:
                 self._offer(node.parent)
-
-    def __getstate__(self) -> tuple[dict[str, Any], dict[int, list[int]]]:
-        """What ``copy`` and ``pickle`` take: the attributes, and the children of each block."""
-        nodes = vars(self).get("_nodes", {})
-        children = {block: [c.block for c in node.children] for block, node in nodes.items()}
-        return vars(self), children
-
-    def __setstate__(self, state: tuple[dict[str, Any], dict[int, list[int]]]) -> None:
-        attributes, children = state
-        vars(self).update(attributes)
-        for block, blocks in children.items():
-            node = self._nodes[block]
-            node.children = {self._nodes[child]: None for child in blocks}
-            for child in node.children:
-                child.parent = node
 
     def __len__(self) -> int:
         return len(self._released)
@@ -138,17 +150,30 @@ class LeafPolicy(EvictionPolicy):
         """Begin without any block."""
 
     @abc.abstractmethod
-    def _access(self, nodes: list[Node]) -> None:
+    def _access(self, blocks: Sequence[int]) -> None:
         """The blocks of a request were used just now; the deepest first.  They are not leaves."""
 
-    def _offer(self, node: Node) -> None:
+    @abc.abstractmethod
+    def _offer(self, block: int) -> None:
         """A block has become a released leaf."""
-        self._leaves.push(node, *node.memo)
 
-    def _withdraw(self, node: Node) -> None:
+    def _withdraw(self, block: int) -> None:
         """A block is no longer a released leaf."""
-        self._leaves.remove(node)
+        self._leaves.remove(block)
 
-    def _take(self) -> Node | None:
-        """Remove and return the leaf to give up; None without any."""
-        return self._leaves.pop()[1] if self._leaves else None
+    def _take(self) -> int:
+        """Remove and return the leaf to give up; -1 without any."""
+        return self._first_leaf()
+
+    def _first_leaf(self) -> int:
+        """Remove and return the first of ``_leaves``; -1 without any."""
+        return self._leaves.pop()[1] if self._leaves else -1
+
+    def _inserted(self, block: int) -> None:
+        """A block has come in."""
+
+    def _pinned(self, block: int) -> None:
+        """A released block is in use again."""
+
+    def _gone(self, block: int) -> None:
+        """A block is about to be forgotten."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from cache.checks import finite
-from cache.policies.leaves import LeafPolicy, Node
+from cache.policies.leaves import LeafPolicy
 
 
 class Marconi(LeafPolicy):
@@ -23,24 +25,28 @@ class Marconi(LeafPolicy):
     name = "marconi"
 
     def __init__(self, alpha: float = 1.0) -> None:
-        self.alpha = finite("alpha", alpha)
+        self.alpha = float(finite("alpha", alpha))
 
     def _reset(self) -> None:
-        self._requests = self._oldest = 0
+        self._requests = 0
+        self._oldest = 0.0
         self._deepest = 1
 
-    def _access(self, nodes: list[Node]) -> None:
+    def _access(self, blocks: Sequence[int]) -> None:
         self._requests += 1
-        for node in nodes:
-            node.memo = self._requests
+        for block in blocks:
+            node = self._nodes[block]
+            node.value = self._requests
             self._deepest = max(self._deepest, node.depth)
 
-    def _offer(self, node: Node) -> None:
+    def _offer(self, block: int) -> None:
+        node = self._nodes[block]
         span = self._requests - self._oldest
         efficiency = node.depth / self._deepest
-        self._leaves.push(node, node.memo + self.alpha * span * efficiency)
+        self._leaves.push(block, node.value + self.alpha * span * efficiency)
 
-    def _take(self) -> Node | None:
-        if node := super()._take():
-            self._oldest = max(self._oldest, node.memo)
-        return node
+    def _take(self) -> int:
+        block = self._first_leaf()
+        if block >= 0:
+            self._oldest = max(self._oldest, self._nodes[block].value)
+        return block

@@ -28,7 +28,7 @@ class MQ(QueuePolicy):
 
     def _reset(self) -> None:
         self._queues = [Queue() for _ in range(self.num_queues)]
-        self._ghosts = GhostList(int(self._capacity * self.ghost_ratio))
+        self._ghosts = GhostList(self._capacity * self.ghost_ratio)
         self._accesses: dict[int, int] = {}
         self._expires: dict[int, int] = {}
         self._time = 0

@@ -195,7 +195,7 @@ class QueuePolicy(EvictionPolicy):
 class GhostList:
     """Keys of evicted blocks, the oldest forgotten first, each with a value."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: float) -> None:
         self.capacity = capacity
         self._values: OrderedDict[Hashable, Any] = OrderedDict()
 
@@ -226,4 +226,4 @@ def num_ghosts(policy: EvictionPolicy, capacity: int) -> int:
             f"policy {policy.name!r}: ghost_ratio must be finite and not negative, "
             f"got {policy.ghost_ratio}"
         )
-    return int(policy.ghost_ratio * capacity)
+    return int(min(policy.ghost_ratio * capacity, 2**62))

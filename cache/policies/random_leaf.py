@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Sequence
 
-from cache.policies.leaves import LeafPolicy, Node
+from cache.policies.leaves import LeafPolicy
 from cache.policies.random import Bag
 
 
@@ -26,31 +28,30 @@ class RandomLeaf(LeafPolicy):
     def _reset(self) -> None:
         self._generator = random.Random(self.seed)
         self._phase = 0
-        self._unmarked = Bag()
-        self._marked: dict[Node, None] = {}
+        self._unmarked = Bag()  # and the marked ones are ``_leaves``
 
-    def _access(self, nodes: list[Node]) -> None:
-        for node in nodes:
-            node.memo = self._phase
+    def _access(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self._nodes[block].value = self._phase
 
-    def _offer(self, node: Node) -> None:
-        if node.memo == self._phase:
-            self._marked[node] = None
+    def _offer(self, block: int) -> None:
+        if self._nodes[block].value == self._phase:
+            self._leaves.push(block, 0.0)
         else:
-            self._unmarked.add(node)
+            self._unmarked.add(block)
 
-    def _withdraw(self, node: Node) -> None:
-        if node.memo == self._phase:
-            del self._marked[node]
+    def _withdraw(self, block: int) -> None:
+        if self._nodes[block].value == self._phase:
+            self._leaves.remove(block)
         else:
-            self._unmarked.remove(node)
+            self._unmarked.remove(block)
 
-    def _take(self) -> Node | None:
-        if not self._unmarked:
+    def _take(self) -> int:
+        if not len(self._unmarked):
             self._phase += 1
-            for node in self._marked:
-                self._unmarked.add(node)
-            self._marked.clear()
-        if not self._unmarked:
-            return None
-        return self._unmarked.draw(self._generator)
+            while self._leaves.least() < math.inf:
+                self._unmarked.add(self._first_leaf())
+        return self._draw()
+
+    def _draw(self) -> int:
+        return self._unmarked.draw(self._generator) if self._unmarked else -1

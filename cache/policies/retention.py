@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from numbers import Real
 from typing import NamedTuple
 
 from cache.policies.lazy_heap import LazyHeap
-from cache.policies.leaves import LeafPolicy, Node
+from cache.policies.leaves import LeafPolicy
 
 DEFAULT_PRIORITY = 35
 
@@ -51,39 +51,48 @@ class Retention(LeafPolicy):
                 raise ValueError(f"ranges: duration_ms must not be negative, got {retained}")
 
     def _reset(self) -> None:
+        rows = [*self.ranges, Retained(0, None, DEFAULT_PRIORITY)]
+        self._table = [
+            [first, math.inf if end is None else end, priority, -1 if ms is None else ms]
+            for first, end, priority, ms in rows
+        ]
         self._expiring = LazyHeap()
         self._places = 0
 
-    def _access(self, nodes: list[Node]) -> None:
-        for node in nodes:
-            retained = self._retained(node.depth)
-            self._place(node, retained.priority)
-            if retained.duration_ms is not None and retained.priority != DEFAULT_PRIORITY:
-                self._expiring.push(node, self._now + retained.duration_ms)
+    def _access(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            priority, duration = self._retained(self._nodes[block].depth)
+            self._place(block, priority)
+            if duration >= 0 and priority != DEFAULT_PRIORITY:
+                self._expiring.push(block, self._now + duration)
 
-    def pin(self, block: int) -> None:
-        super().pin(block)
-        if (node := self._nodes[block]) in self._expiring:
-            self._expiring.remove(node)
+    def _offer(self, block: int) -> None:
+        node = self._nodes[block]
+        self._leaves.push(block, node.value, node.time)
 
-    def _take(self) -> Node | None:
-        while self._expiring and self._expiring.first()[0] <= self._now:
-            _, node = self._expiring.pop()
-            self._place(node, DEFAULT_PRIORITY)
-            if node in self._leaves:
-                self._withdraw(node)
-                self._offer(node)
-        node = super()._take()
-        if node in self._expiring:
-            self._expiring.remove(node)
-        return node
+    def _pinned(self, block: int) -> None:
+        self._expiring.discard(block)
 
-    def _retained(self, depth: int) -> Retained:
-        for retained in self.ranges:
-            if retained.first <= depth < (math.inf if retained.end is None else retained.end):
-                return retained
-        return Retained(0, None, DEFAULT_PRIORITY)
+    def _gone(self, block: int) -> None:
+        self._expiring.discard(block)
 
-    def _place(self, node: Node, priority: int) -> None:
+    def _take(self) -> int:
+        while math.inf > self._expiring.least() <= self._now:
+            block = self._expiring.pop()[1]
+            self._place(block, DEFAULT_PRIORITY)
+            if self._nodes[block].released and not self._nodes[block].children:
+                self._withdraw(block)
+                self._offer(block)
+        return self._first_leaf()
+
+    def _retained(self, depth: int) -> tuple[float, float]:
+        """The priority of a block, and its duration; -1 if that has no end."""
+        at = 0
+        while not self._table[at][0] <= depth < self._table[at][1]:
+            at += 1
+        return self._table[at][2], self._table[at][3]
+
+    def _place(self, block: int, priority: float) -> None:
         self._places += 1
-        node.memo = priority, self._places
+        self._nodes[block].value = priority
+        self._nodes[block].time = self._places

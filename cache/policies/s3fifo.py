@@ -33,7 +33,7 @@ class S3FIFO(QueuePolicy):
         self._main = Queue()
         self._small_size = int(self._capacity * self.small_ratio)
         self._main_size = self._capacity - self._small_size
-        self._ghosts = GhostList(int(self._capacity * self.ghost_ratio))
+        self._ghosts = GhostList(self._capacity * self.ghost_ratio)
         self._accesses: dict[int, int] = {}
         self._filling = True
 

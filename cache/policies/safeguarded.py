@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
-from cache.policies.base import EvictionPolicy, wrong_victim
-from cache.policies.leaves import LeafPolicy, Node
+from cache.policies.base import EvictionPolicy, Request, wrong_victim
+from cache.policies.leaves import LeafPolicy
 from cache.policies.wrapping import WrappingPolicy
 
 
@@ -39,132 +39,171 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
             raise ValueError(f"budget must be finite and not negative, got {budget}")
         if type(self.policy).remove is EvictionPolicy.remove:
             raise ValueError(f"policy {self.policy.name!r} does not define remove(block)")
-        self.budget = budget
+        self.budget = float(budget)
 
     def _reset(self) -> None:
         self._balance = 0.0
-        self._missing: set[Hashable] = set()
+        self._missing: OrderedDict[Hashable, None] = OrderedDict()
         self._lru: OrderedDict[Hashable, None] = OrderedDict()  # what LRU holds and may evict,
-        self._in_use: set[Hashable] = set()  # and may not: on no call the oldest of many
-        self._awaited: set[Hashable] = set()  # LRU holds or gets it; here it is to be inserted
+        self._in_use: OrderedDict[Hashable, None] = OrderedDict()  # and may not
+        # What LRU holds or gets, and is to be inserted here.
+        self._awaited: OrderedDict[Hashable, None] = OrderedDict()
+
+    insert = LeafPolicy.insert
+
+    def tell(self, request: Request) -> None:
+        self.policy.tell(request)
 
     def look_up(self, keys: Sequence[Hashable]) -> None:
-        super().look_up(keys)
-        lru, in_use, pool = self._lru, self._in_use, self._with_key
-        absent = [key for key in keys if key not in pool]
-        held = sum([key in lru or key in in_use for key in keys])
-        self._balance += len(keys) - len(absent) - held + self.budget * len(keys)
-        self._balance = min(self._balance, self._capacity)
-        self._awaited = set(absent)
-        self._missing.difference_update(absent)
-        for key in reversed(keys):
-            if key not in in_use:
-                lru[key] = None
-                lru.move_to_end(key)
+        self.policy.look_up(keys)
+        while len(self._awaited):
+            self._awaited.popitem(False)
+        gain = 0
+        for key in keys[::-1]:
+            is_held = key in self._lru
+            gain -= is_held or key in self._in_use
+            if self._block_with(key) >= 0:
+                gain += 1
+            else:
+                self._awaited.setdefault(key)
+                self._missing.pop(key, None)
+            if is_held or key not in self._in_use:
+                self._lru.setdefault(key)
+                self._lru.move_to_end(key)
+        self._balance += gain + self.budget * len(keys)
+        self._balance = min(self._balance, float(self._capacity))
         self._shrink(self._capacity)
 
     def miss(self, key: Hashable) -> None:
-        super().miss(key)
+        self.policy.miss(key)
         if key in self._lru:
             self._lru.move_to_end(key)
-            self._awaited.add(key)
+            self._awaited.setdefault(key)
 
     def _shrink(self, size: int) -> None:
-        while self._lru and len(self._lru) + len(self._in_use) > size:
-            key, _ = self._lru.popitem(last=False)
-            self._missing.discard(key)
-            node = self._with_key.get(key)
-            if node in self._leaves:
-                self._leaves.remove(node)
-                self._offer(node)
+        while len(self._lru) and len(self._lru) + len(self._in_use) > size:
+            key, _ = self._lru.popitem(False)
+            self._missing.pop(key, None)
+            block = self._block_with(key)
+            if block >= 0 and block in self._leaves:
+                self._leaves.remove(block)
+                self._offer(block)
 
     def _use(self, key: Hashable) -> None:
         """LRU uses ``key``, as the pool does, and may not evict it."""
-        self._in_use.add(key)
+        self._in_use.setdefault(key)
         if key in self._lru:
-            del self._lru[key]
-            self._missing.discard(key)
+            self._lru.pop(key, None)
+            self._missing.pop(key, None)
         else:
             self._shrink(self._capacity)
 
-    def insert(self, block: int, key: Hashable, parent: Hashable | None, depth: int) -> None:
-        super().insert(block, key, parent, depth)
-        self._use(self._content(block))
-        self._awaited.discard(key)
-
-    def pin(self, block: int) -> None:
-        super().pin(block)
+    def _inserted(self, block: int) -> None:
         node = self._nodes[block]
-        if not node.memo:
+        self.policy.insert(block, self._key_of(block), self._key_of(node.parent), node.depth)
+        key = self._content(block)
+        self._use(key)
+        self._awaited.pop(key, None)
+
+    def _pinned(self, block: int) -> None:
+        node = self._nodes[block]
+        if node.value < 0:
             self.policy.pin(block)
         else:
-            node.memo = None
-            self.policy.miss(node.key)
-            self.policy.insert(block, node.key, node.parent and node.parent.key, node.depth)
+            node.value = -1.0
+            self.policy.miss(self._key_of(block))
+            self.policy.insert(block, self._key_of(block), self._key_of(node.parent), node.depth)
         self._use(self._content(block))
+
+    def _block_with(self, key: Hashable) -> int:
+        """The block that holds ``key``; -1 if none does."""
+        return self._with_key.get(key, -1)
+
+    def _key_of(self, block: int) -> Hashable | None:
+        return self._nodes[block].key if block >= 0 else None
 
     def _content(self, block: int) -> Hashable:
         """The key of ``block``, in use.  A copy, (content, block), swaps with a released block."""
         node = self._nodes[block]
-        other = self._with_key.get(node.key[0]) if type(node.key) is tuple else None
-        if not other or not other.released:
+        other = self._with_key.get(node.key[0], -1) if type(node.key) is tuple else -1
+        if other not in self._released:
             return node.key
-        super().pin(other.block)
-        if not other.memo:
-            self.policy.remove(other.block)
-        node.block, other.block = other.block, block
-        node.memo, other.memo, node.released = "aside", None, True
-        self._nodes |= {node.block: node, block: other}
-        self._released[node.block] = None
-        self._offer(node)
-        return other.key
+        original = self._nodes[other]
+        if not original.children:
+            self._withdraw(other)
+        if original.value < 0:
+            self.policy.remove(other)
+        for one, at in ((node, block), (original, other)):
+            if one.parent >= 0:
+                del self._nodes[one.parent].children[at]
+        for one, at in ((node, other), (original, block)):
+            self._nodes[at], self._with_key[one.key] = one, at
+            one.released, one.value = at == other, 1.0 if at == other else -1.0
+            if one.parent >= 0:
+                self._nodes[one.parent].children[at] = None
+        for child in original.children:
+            self._nodes[child].parent = block
+        self._offer(other)
+        return original.key
 
-    def _access(self, nodes: list[Node]) -> None:
-        for node in nodes:
-            self._in_use.remove(node.key)
-            self._lru[node.key] = None
+    def _access(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            key = self._key_of(block)
+            self._in_use.pop(key, None)
+            self._lru.setdefault(key)
         self._shrink(self._capacity)
-        self.policy.release_many([node.block for node in nodes])
+        self.policy.release_many(blocks)
 
-    def _offer(self, node: Node) -> None:
-        if node.memo:  # set aside; what LRU lacks goes first
-            self._leaves.push(node, node.key in self._lru)
+    def _offer(self, block: int) -> None:
+        if self._nodes[block].value >= 0:  # set aside; what LRU lacks goes first
+            self._leaves.push(block, 1.0 if self._key_of(block) in self._lru else 0.0)
 
-    def _withdraw(self, node: Node) -> None:
-        if node.memo:
-            self._leaves.remove(node)
+    def _withdraw(self, block: int) -> None:
+        if self._nodes[block].value >= 0:
+            self._leaves.remove(block)
 
-    def _take(self) -> Node | None:
+    def _take(self) -> int:
         # LRU takes a block, too; as many as here are without content or hold what is awaited.
-        self._shrink(len(self._nodes) + len(self._awaited) - 1)
-        may_lose = len(self._missing) + 1 <= self._balance
-        # Where blocks in use are copies of each other, ``policy`` may have no other block.
-        while (not self._leaves or self._leaves.first()[0] > may_lose) and len(self.policy):
-            block = self.policy.evict()
-            if block not in self._released or self._nodes[block].memo:
-                raise wrong_victim(self.policy, block)
-            node = self._nodes[block]
-            if not self._leaves and not node.children and (node.key in self._lru) <= may_lose:
-                node.memo = "aside"
-                return node
-            self._set_aside(node)
-        return super()._take()
+        self._shrink(self._num_nodes() + len(self._awaited) - 1)
+        may_lose = 1.0 if len(self._missing) + 1 <= self._balance else 0.0
+        while self._leaves.least() > may_lose:
+            block = self._next_victim()
+            if block < 0:
+                break
+            self._set_aside(block)
+        return self._first_leaf()
 
-    def _set_aside(self, node: Node) -> None:
-        """``policy`` has given up ``node``: it goes, and before it whatever continues it."""
-        nodes = [node]
-        for node in nodes:  # which grow
-            node.memo = "aside"
-            if not node.children:
-                self._offer(node)
-            for child in node.children:
-                if child.released and not child.memo:
-                    self.policy.remove(child.block)
-                    nodes.append(child)
+    def _num_nodes(self) -> int:
+        return len(self._nodes)
 
-    def _give_up(self, node: Node) -> None:
-        if not node.memo:
-            self.policy.remove(node.block)
-        if node.key in self._lru:
-            self._missing.add(node.key)
-        super()._give_up(node)
+    def _next_victim(self) -> int:
+        """What ``policy`` gives up; -1 if it has none, where blocks in use are copies."""
+        if not len(self.policy):
+            return -1
+        block = self.policy.evict()
+        if block not in self._released or self._nodes[block].value >= 0:
+            raise wrong_victim(self.policy, block)
+        return block
+
+    def _set_aside(self, block: int) -> None:
+        """``policy`` has given up ``block``: it goes, and before it whatever continues it."""
+        blocks = [block]
+        for at in blocks:  # which grow
+            self._nodes[at].value = 1.0
+            if not self._nodes[at].children:
+                self._offer(at)
+            for child in self._children(at):
+                node = self._nodes[child]
+                if node.released and node.value < 0:
+                    self.policy.remove(child)
+                    blocks.append(child)
+
+    def _children(self, block: int) -> Iterable[int]:
+        return self._nodes[block].children
+
+    def _gone(self, block: int) -> None:
+        if self._nodes[block].value < 0:
+            self.policy.remove(block)
+        key = self._key_of(block)
+        if key in self._lru:
+            self._missing.setdefault(key)

@@ -25,7 +25,7 @@ class TwoQ(QueuePolicy):
     def _reset(self) -> None:
         self._incoming = Queue()
         self._main = Queue()
-        self._ghosts = GhostList(int(self._capacity * self.out_ratio))
+        self._ghosts = GhostList(self._capacity * self.out_ratio)
         self._in_size = int(self._capacity * self.in_ratio)
 
     def _admit(self, block: int) -> None:

@@ -3,29 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 from cache.checks import at_least
 from cache.policies.lazy_heap import LazyHeap
-from cache.policies.leaves import LeafPolicy, Node
-
-
-@dataclass
-class _Category:
-    """A category of requests with similar return times."""
-
-    releases: float = 0.0
-    returns: float = 0.0
-    waited_ms: float = 0.0
-    """Sum of the times until these returns."""
-    leaves: LazyHeap = field(default_factory=LazyHeap)
-    """By their last access."""
-
-    def log_chance(self, age_ms: float, life_ms: float) -> float:
-        """Log probability of a return between ages ``age_ms`` and ``age_ms + life_ms``."""
-        share = (self.returns + 1) / (self.releases + 2)
-        rate = (self.returns + 1) / (self.waited_ms + life_ms)
-        return math.log(share) - rate * age_ms + math.log(-math.expm1(-rate * life_ms))
+from cache.policies.leaves import LeafPolicy
 
 
 class WorkloadAware(LeafPolicy):
@@ -48,43 +30,59 @@ class WorkloadAware(LeafPolicy):
         self.max_turn = at_least(1, "max_turn", max_turn)
 
     def _reset(self) -> None:
-        self._categories = [_Category() for _ in range(self.max_turn)]
+        # By category: releases, returns, the sum of the times until these, leaves by last access.
+        self._releases, self._returns = [0.0] * self.max_turn, [0.0] * self.max_turn
+        self._waited_ms = [0.0] * self.max_turn
+        self._leaves_of = [LazyHeap() for _ in range(self.max_turn)]
         self._life = 0.0
 
-    def _access(self, nodes: list[Node]) -> None:
+    def _access(self, blocks: Sequence[int]) -> None:
         turn = 0
-        for node in nodes:
-            if node.memo:
-                turn = min(node.memo[0] + 1, self.max_turn - 1)
+        for block in blocks:
+            if self._nodes[block].value >= 0:
+                turn = min(int(self._nodes[block].value) + 1, self.max_turn - 1)
                 break
-        for node in nodes:
-            if node.memo:
-                former, time = node.memo
-                self._categories[former].returns += 1
-                self._categories[former].waited_ms += self._now - time
-            self._categories[turn].releases += 1
-            node.memo = turn, self._now
+        for block in blocks:
+            node = self._nodes[block]
+            if node.value >= 0:
+                self._returns[int(node.value)] += 1
+                self._waited_ms[int(node.value)] += self._now - node.time
+            self._releases[turn] += 1
+            node.value, node.time = turn, self._now
 
-    def _offer(self, node: Node) -> None:
-        turn, time = node.memo
-        self._categories[turn].leaves.push(node, time)
+    def _offer(self, block: int) -> None:
+        self._enter(int(self._nodes[block].value), block, self._nodes[block].time)
 
-    def _withdraw(self, node: Node) -> None:
-        self._categories[node.memo[0]].leaves.remove(node)
+    def _withdraw(self, block: int) -> None:
+        self._leave(int(self._nodes[block].value), block)
 
-    def _take(self) -> Node | None:
-        life = max(self._life, 1.0)
-        least = None
-        for category in self._categories:
-            if category.leaves:
-                time, node = category.leaves.first()
-                chance = category.log_chance(self._now - time, life), -node.depth
-                if least is None or chance < least[0]:
-                    least = chance, category, time
-        if least is None:
-            return None
-        _, category, time = least
-        _, node = category.leaves.pop()
-        age = self._now - time
-        self._life = self._life + 0.01 * (age - self._life) if self._life else age
-        return node
+    def _enter(self, turn: int, block: int, time: float) -> None:
+        self._leaves_of[turn].push(block, time)
+
+    def _leave(self, turn: int, block: int) -> None:
+        self._leaves_of[turn].remove(block)
+
+    def _first_of(self, turn: int) -> int:
+        """The first leaf of a category; -1 without any."""
+        return self._leaves_of[turn].first()[1] if self._leaves_of[turn] else -1
+
+    def _log_chance(self, turn: int, age_ms: float, life_ms: float) -> float:
+        """Log probability of a return between ages ``age_ms`` and ``age_ms + life_ms``."""
+        share = (self._returns[turn] + 1) / (self._releases[turn] + 2)
+        rate = (self._returns[turn] + 1) / (self._waited_ms[turn] + life_ms)
+        return math.log(share) - rate * age_ms + math.log(-math.expm1(-rate * life_ms))
+
+    def _take(self) -> int:
+        life, least, least_chance = max(self._life, 1.0), -1, 0.0
+        for turn in range(self.max_turn):
+            block = self._first_of(turn)
+            if block >= 0:
+                node = self._nodes[block]
+                chance = self._log_chance(turn, self._now - node.time, life)
+                if least < 0 or (chance, -node.depth) < (least_chance, -self._nodes[least].depth):
+                    least, least_chance = block, chance
+        if least >= 0:
+            self._withdraw(least)
+            age = self._now - self._nodes[least].time
+            self._life = self._life + 0.01 * (age - self._life) if self._life else age
+        return least

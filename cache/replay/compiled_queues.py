@@ -31,7 +31,7 @@ def operations_of(policy: QueuePolicy, trace: Trace, capacity: int) -> Operation
 
     def converted(value):
         if isinstance(value, Queue | GhostList):
-            ends.append(getattr(value, "capacity", 0))
+            ends.append(min(getattr(value, "capacity", 0), 2**62))
             return 2 * num_blocks + len(ends) - 1
         if isinstance(value, list):
             return np.array([converted(one) for one in value])

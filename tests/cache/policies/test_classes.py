@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -83,7 +84,8 @@ def test_compiled_it_evicts_what_it_does_in_a_manager_the_least_worth(policy):
 
 @st.composite
 def long_traces(draw):
-    """Prompts of a few blocks with a common beginning or none, some empty; times may be equal."""
+    """Prompts of a few blocks with a common beginning or none, some empty, at equal or
+    unknown times."""
     generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     now, requests = -1000.0, []
     for _ in range(300):
@@ -92,7 +94,9 @@ def long_traces(draw):
         prompt[3:] += 1000 * generator.integers(0, 3)
         lengths = 16 * len(prompt), int(generator.integers(0, 200))
         requests.append((now, *lengths, prompt.tolist()))
-    return Trace.from_requests(requests, name="long", block_size=16)
+    trace = Trace.from_requests(requests, name="long", block_size=16)
+    known = draw(st.sampled_from([1.0, math.nan]))
+    return replace(trace, timestamps_ms=known * trace.timestamps_ms)
 
 
 class Slow(Rare):
@@ -239,16 +243,3 @@ def test_a_method_that_is_overridden_is_called(method):
 def test_a_forgotten_staticmethod_is_said(name):
     with pytest.raises(TypeError, match=f"policy 'Mine': {name} needs @staticmethod"):
         type("Mine", (Rare,), {name: lambda *_: 0})
-
-
-def test_what_numba_cannot_compile_runs_in_python():
-    class Sorted(Rare):
-        @staticmethod
-        def classify(uses, is_end, idle_ms, request):
-            return int(f"{uses % 10}")
-
-    trace = cache.make_workload("rag", seed=3, num_requests=30)
-    with pytest.warns(UserWarning, match="Sorted runs in Python: numba: ."):
-        result = cache.simulate(trace, policy=Sorted(), capacity_blocks=20)
-    assert not result.compiled
-    assert result.evictions

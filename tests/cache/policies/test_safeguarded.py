@@ -164,14 +164,14 @@ def test_the_bound_holds_in_a_manager(design, wrapped, overlap):
                 for token in whole.token_ids[len(prompt) :]:
                     seq.append_token(token)
                     manager.append(seq)
-            assert policy._missing == policy._lru.keys() - policy._with_key.keys()
+            assert policy._missing.keys() == policy._lru.keys() - policy._with_key.keys()
             ours, lru = managers
             if design == "vllm_v0" and overlap:
                 continue
             lead = ours.stats.hit_blocks - lru.stats.hit_blocks
             assert lead >= len(policy._missing) - budget * lru.stats.queried_blocks - 1e-9
             held = lru.gpu.keys if design == "vllm_v0" else lru.pool.block_hashes
-            followed = policy._lru.keys() | policy._in_use
+            followed = policy._lru.keys() | policy._in_use.keys()
             assert followed >= {key for key in held if isinstance(key, bytes)}
         managers[0].check_invariants()
         for manager, seq in itertools.chain(*running):

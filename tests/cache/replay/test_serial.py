@@ -52,7 +52,7 @@ def replay_by_definition(trace: Trace, policy: str, capacity: int) -> tuple[list
     return hits, evictions
 
 
-def in_python(policy: str, **options) -> EvictionPolicy:
+def in_python(policy: str, /, **options) -> EvictionPolicy:
     """The same policy in a form that the replay does not compile."""
     base = POLICIES[policy]
     return type("InPython", (base,), {"evict": lambda self: base.evict(self)})(**options)
@@ -161,6 +161,24 @@ OPTIONS = {
         "ghost_ratio": st.floats(0, 3),
     },
     "random": {"seed": st.integers()},
+    "random_leaf": {"seed": st.integers()},
+    "marconi": {"alpha": st.floats(0, 9)},
+    "workload_aware": {"max_turn": st.integers(1, 20)},
+    "retention": {
+        "ranges": st.lists(
+            st.builds(
+                lambda first, blocks, *rest: (first, blocks and first + blocks, *rest),
+                st.integers(0, 3), st.sampled_from([None, 1, 2]), st.integers(0, 100),
+                st.sampled_from([None, 0, 2, 9.5]),
+            ),
+            max_size=3,
+        )
+    },
+    "queue_informed": {"policy": st.sampled_from(["lru", "sieve", "marconi"])},
+    "safeguarded": {
+        "policy": st.sampled_from(["gittins", "random_leaf"]),
+        "budget": st.sampled_from([0, 0.02, 0.3]),
+    },
 }  # fmt: skip
 
 
