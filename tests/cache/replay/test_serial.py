@@ -148,17 +148,17 @@ def test_the_history_of_a_block_by_hand():
     assert [entry[:2] for entry in second_block] == [(1, 1), (1, 1)]
 
 
-RATIOS = st.floats(0.01, 0.99)
+RATIOS, GHOSTS = st.floats(0.01, 0.99), st.floats(0, 3) | st.just(1e308)
 OPTIONS = {
     "slru": {"segments": st.integers(1, 6)},
     "lru_k": {"k": st.integers(1, 4)},
-    "two_q": {"in_ratio": RATIOS, "out_ratio": st.floats(0, 3)},
+    "two_q": {"in_ratio": RATIOS, "out_ratio": GHOSTS},
     "s3fifo": {
-        "small_ratio": RATIOS, "ghost_ratio": st.floats(0, 3), "promote_after": st.integers(1, 3)
+        "small_ratio": RATIOS, "ghost_ratio": GHOSTS, "promote_after": st.integers(1, 3)
     },
     "mq": {
         "num_queues": st.integers(1, 5), "life_time": st.integers(1, 30),
-        "ghost_ratio": st.floats(0, 3),
+        "ghost_ratio": GHOSTS,
     },
     "random": {"seed": st.integers()},
     "random_leaf": {"seed": st.integers()},
