@@ -156,6 +156,8 @@ class Hit(NamedTuple):
     """State of the manager in which it was found."""
     seq: Sequence | None = None
     """The sequence whose prefix it is."""
+    manager: CacheManager | None = None
+    """Where it was found."""
 
 
 NOTHING = Hit()
@@ -264,7 +266,8 @@ class CacheManager(abc.ABC):
         if limit is not None:
             longest = min(longest, at_least(0, "limit", limit))
         blocks, where = self._match(seq, longest)
-        return Hit(blocks, len(blocks) * self.block_size, where, self._version, seq)
+        num_tokens = len(blocks) * self.block_size
+        return Hit(blocks, num_tokens, where, self._version, seq, self)
 
     def _most_hits(self, seq: Sequence) -> int:
         """Most blocks that a hit of ``seq`` can have."""
@@ -278,7 +281,7 @@ class CacheManager(abc.ABC):
     def can_allocate(self, seq: Sequence, hit: Hit | None = None) -> AllocStatus:
         """Whether ``allocate(seq)`` would succeed now.  Changes nothing.
 
-        ``hit`` is the result of ``find``; None to look it up.
+        ``hit`` is the result of ``find``.  None, or one that ``admit`` would refuse: look it up.
         """
         if self.interruption:
             raise InterruptedChange(self)
@@ -287,7 +290,9 @@ class CacheManager(abc.ABC):
             return AllocStatus.NEVER
         free = self.num_free_blocks
         if needed > free:  # unless others use the cached part of the prefix already
-            hit = self.find(seq) if hit is None else hit
+            wanted = (seq, self._version, self)
+            if hit is None or (hit.num_tokens and (hit.seq, hit.version, hit.manager) != wanted):
+                hit = self.find(seq)
             needed -= len(hit.blocks) - self._num_idle(hit)
         return AllocStatus.OK if needed <= free else AllocStatus.LATER
 
@@ -297,13 +302,14 @@ class CacheManager(abc.ABC):
         ``num_lookahead_tokens``: see ``allocate_slots``.  Returns the copies to make before K/V of
         the tokens from ``hit.num_tokens`` on are written.  There is at least one such token.  Sets
         ``seq.num_cached_tokens`` and ``seq.num_computed_tokens``.  Raises OutOfBlocks, and
-        ValueError for an ``end`` out of range and for a hit that was found for another sequence or
-        before the manager changed.
+        ValueError for an ``end`` out of range and for a hit that was found for another sequence, in
+        another manager or before the manager changed.
         """
         if seq.seq_id in self._tables:
             raise ValueError(f"sequence {seq.seq_id!r} holds blocks already; free it first")
-        if hit.num_tokens and hit.seq is not seq:
-            raise ValueError(f"hit: it was found for {hit.seq!r}, needs find({seq!r})")
+        if hit.num_tokens and not (hit.seq is seq and hit.manager is self):
+            found = f"{hit.seq!r} in {hit.manager!r}"
+            raise ValueError(f"hit: it was found for {found}, needs find({seq!r}) in {self!r}")
         if hit.num_tokens and hit.version != self._version:
             raise ValueError("hit: the manager has changed since it was found; call find again")
         if not (isinstance(end, Integral) and hit.num_tokens < end <= len(seq.token_ids)):
@@ -334,48 +340,27 @@ class CacheManager(abc.ABC):
         self.admit(seq, hit, len(seq.token_ids))
         return hit.num_tokens
 
-    def append(
-        self, seq: Sequence, end: int | None = None, num_lookahead_tokens: int = 0
-    ) -> Copies:
+    def append(self, seq: Sequence, end: int | None = None) -> Copies:
         """Give slots to the tokens of ``seq`` that have none, or only to those before ``end``.
 
-        There must be at least one.  Takes, returns and raises what ``allocate_slots`` does.
+        There must be at least one.  Returns and raises as ``allocate_slots`` does.
         """
-        if self.interruption:
-            raise InterruptedChange(self)
         table = self._tables.get(seq.seq_id)
-        if table is None or table.is_swapped_out:
-            table = self._table_on_device(seq)  # raises
-        num_tokens, start = len(seq.token_ids), table.seq.num_computed_tokens
+        if table is None or self.interruption:
+            self._table_of(seq)  # raises
+        owner, num_tokens = table.seq, len(seq.token_ids)
+        start = owner.num_computed_tokens
         end = num_tokens if end is None else as_int("end", end)
         if not start < end <= num_tokens:
+            self._table_on_device(seq)  # raises for one that is swapped out
             raise ValueError(
                 f"append: end={end} for sequence {seq.seq_id!r}, but {start} of its {num_tokens} "
                 "tokens have a slot; append a token to the sequence first"
             )
-        if num_lookahead_tokens != 0:
-            num_lookahead_tokens = _lookahead(self, num_lookahead_tokens)
-        if table.seq is not seq:  # another object with the same id
-            seq.num_cached_tokens, seq.num_computed_tokens = table.seq.num_cached_tokens, start
-            seq.table_version += 1
-            table.seq = seq
-        copies: Copies = []
-        if end + num_lookahead_tokens > table.room:
-            table.num_lookahead_tokens = num_lookahead_tokens
-            num_blocks = len(table.blocks)
-            with self._change:
-                copies = self._extend(table, start, end)
-                self._version += 1
-                if (
-                    copies
-                    or len(table.blocks) != num_blocks
-                    or -(-end // self.block_size) > -(-start // self.block_size)
-                ):
-                    seq.table_version += 1
-                seq.num_computed_tokens = end
-        else:
+        if end <= table.room and owner is seq:
             seq.num_computed_tokens = end
-        return copies
+            return []
+        return self._grow(table, seq, start, end)
 
     def can_append(self, seq: Sequence) -> bool:
         """Whether ``append(seq)`` would find enough free blocks.  Changes nothing."""
@@ -420,7 +405,10 @@ class CacheManager(abc.ABC):
                     f"computed_blocks: sequence {seq.seq_id!r} has blocks already, and these can "
                     "only go in front of its first chunk"
                 )
-            return self.append(seq, end, num_lookahead_tokens)
+            if num_lookahead_tokens != 0:
+                table.num_lookahead_tokens = _lookahead(self, num_lookahead_tokens)
+                return self._grow(table, seq, start, end)
+            return self.append(seq, end)
         if end < len(seq.token_ids) and not self.can_chunk:
             raise UnsupportedByDesign(
                 self.name, f"chunks ({num_new_tokens} of {seq.num_tokens - start} tokens)"
@@ -439,7 +427,8 @@ class CacheManager(abc.ABC):
         ``child`` must begin with these tokens.  Takes no block.  The first sequence that writes to
         a shared, partly filled block gets a copy of it.  Sets the counters of ``child``.
         """
-        self._refuse_unless(self.can_fork, "fork")
+        if not self.can_fork:
+            raise UnsupportedByDesign(self.name, "fork")
         table = self._table_on_device(parent)
         if child.seq_id in self._tables:
             raise ValueError(f"child: sequence {child.seq_id!r} holds blocks already")
@@ -461,7 +450,8 @@ class CacheManager(abc.ABC):
         """
         table = self._table_of(seq)
         hints = table.seq.hints if is_finished else ()
-        self._notify_policy(table.seq, table.seq.num_tokens - table.seq.num_prompt_tokens, hints)
+        known = table.seq.num_tokens - table.seq.num_unknown_tokens
+        self._notify_policy(table.seq, known - table.seq.num_prompt_tokens, hints)
         with self._change:
             self.interruption = MIDDLE
             self._release(table)
@@ -512,10 +502,11 @@ class CacheManager(abc.ABC):
 
         Returns False, and does nothing, while sequences hold blocks.
         """
-        self._refuse_unless(self.can_reset, "reset_prefix_cache")
-        if self._tables:
-            return False
+        if not self.can_reset:
+            raise UnsupportedByDesign(self.name, "reset_prefix_cache")
         with self._change:
+            if self._tables:
+                return False
             self.interruption = MIDDLE
             self._forget()
             self._version += 1
@@ -577,9 +568,25 @@ class CacheManager(abc.ABC):
             raise ValueError(f"sequence {seq.seq_id!r} is swapped out")
         return table
 
-    def _refuse_unless(self, offered: bool, feature: str) -> None:
-        if not offered:
-            raise UnsupportedByDesign(self.name, feature)
+    def _grow(self, table: Any, seq: Sequence, start: int, end: int) -> Copies:
+        """Give slots to the tokens of ``seq`` from ``start`` to ``end``."""
+        if self.interruption or table.is_swapped_out:
+            self._table_on_device(seq)  # raises
+        if table.seq is not seq:  # another object with the same id
+            seq.num_cached_tokens, seq.num_computed_tokens = table.seq.num_cached_tokens, start
+            seq.table_version += 1
+            table.seq = seq
+        try:  # as ``with self._change``, in less time
+            copies = self._extend(table, start, end)
+            self._version += 1
+            if copies or -(-end // self.block_size) > -(-start // self.block_size):
+                seq.table_version += 1
+            seq.num_computed_tokens = end
+            self.interruption = ""
+        except BaseException as error:
+            self._change.__exit__(None, error, None)
+            raise
+        return copies
 
     def _notify_policy(
         self, seq: Sequence, output_tokens: float = math.nan, hints: Items[float] = ()

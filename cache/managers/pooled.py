@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from cache.blocks.events import BlockStored
 from cache.blocks.hashing import BlockHasher, collision_free_hasher
-from cache.blocks.pool import BlockPool, check_free
+from cache.blocks.pool import BlockPool, OutOfBlocks, check_free
 from cache.blocks.sequence import Sequence
 from cache.checks import require, true_or_false
 from cache.managers.base import GIVEN_BACK, MIDDLE, CacheManager, Copies, Hit, Table
@@ -140,12 +140,14 @@ class PooledManager(CacheManager):
         if end // self.block_size > first and self.enable_prefix_caching:
             hashes = self._hasher.block_hashes(table.seq)
             last = min(end // self.block_size, len(hashes))
-        if last > first or num_blocks > len(table.blocks):
-            check_free(num_blocks - len(table.blocks), self.pool.num_free_blocks)
+        pool, missing = self.pool, num_blocks - len(table.blocks)
+        if last > first or missing > 0:
+            if missing > pool.num_free_blocks:
+                raise OutOfBlocks(missing, pool.num_free_blocks)
             self.interruption = MIDDLE
-            self.pool.extend(table.blocks, num_blocks, hashes, first, last)
-            if self.pool.events is not None and last > first:
-                self.pool.events.append(self._stored(table.seq, hashes, first, last))
+            pool.extend(table.blocks, num_blocks, hashes, first, last)
+            if last > first and pool.events is not None:
+                pool.events.append(self._stored(table.seq, hashes, first, last))
             table.num_cached_blocks = last
 
     def _stored(self, seq: Sequence, hashes: list[bytes], first: int, last: int) -> BlockStored:

@@ -119,7 +119,7 @@ class Radix(CacheManager):
         return match.blocks, match
 
     def _num_idle(self, hit: Hit) -> int:
-        return 0 if hit.where is None else self.tree.num_unlocked(hit.where)
+        return self.tree.num_unlocked(hit.where) if hit.blocks else 0
 
     def _begin(self, table: _Table, hit: Hit, end: int) -> Copies:
         check_free(

@@ -100,13 +100,15 @@ class VLLMv1(PooledManager):
 
     def _extend(self, table: PooledTable, start: int, end: int) -> Copies:
         pool, blocks, size = self.pool, table.blocks, self.block_size
-        num_blocks = -(-(end + table.num_lookahead_tokens) // size)
-        table.num_lookahead_tokens = 0
+        num_blocks = -(-end // size)
+        if table.num_lookahead_tokens:
+            num_blocks = -(-(end + table.num_lookahead_tokens) // size)
+            table.num_lookahead_tokens = 0
         if self.sliding_window is not None:
             self._give_back(table, start)
         copies: Copies = []
-        position = start // size
-        if start % size and pool.ref_counts[blocks[position]] > 1:
+        if start % size and pool.ref_counts[blocks[start // size]] > 1:
+            position = start // size
             shared = blocks[position]
             check_free(1 + max(0, num_blocks - len(blocks)), pool.num_free_blocks)
             self.interruption = MIDDLE
@@ -114,9 +116,14 @@ class VLLMv1(PooledManager):
             pool.free([shared])
             self._counts["copied_blocks"] += 1
             copies.append((shared, blocks[position]))
+        length = len(blocks)
         self._fill(table, num_blocks, end)
+        room = len(blocks) * size - 1
+        if room > end + size - 2:  # lookahead tokens have blocks
+            room = (end // size + 1) * size - 1
+            table.seq.table_version += len(blocks) > length
         if self.sliding_window is None:
-            table.room = min(len(blocks), end // size + 1) * size - 1
+            table.room = room
         return copies
 
     def _num_unseen(self, start: int) -> int:

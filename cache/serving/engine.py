@@ -538,11 +538,11 @@ class Engine:
         return False
 
     def _finish_sequence(self, seq: ScheduledSequence, reason: FinishReason) -> None:
+        self.scheduler.finish(seq)  # first: the policy may raise
         seq.drop_unknown()  # an aborted sequence may have one
         seq.finish_reason = reason
         if seq.text is not None:
             seq.text.finish()
-        self.scheduler.finish(seq)
 
     def _finish_request(self, request: Request) -> None:
         del self.requests[request.request_id]

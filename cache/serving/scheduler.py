@@ -36,7 +36,7 @@ from typing import Any
 from cache.blocks.pool import OutOfBlocks
 from cache.blocks.sequence import Sequence
 from cache.checks import at_least, shown, true_or_false
-from cache.managers.base import NOTHING, AllocStatus, CacheManager, Copies
+from cache.managers.base import NOTHING, AllocStatus, CacheManager, Copies, InterruptedChange
 from cache.policies.lazy_heap import LazyHeap
 from cache.serving.request import ScheduledSequence, Status
 
@@ -156,24 +156,27 @@ class Scheduler:
 
         Do not call it for a scheduled sequence before its step has ended.
         """
-        status, seq.status = seq.status, Status.FINISHED
-        if status is Status.RUNNING:
+        if seq.status is Status.RUNNING:
+            self.manager.free(seq)  # first: the policy may raise
             self.running.remove(seq)
-            self.manager.free(seq)
-        elif status is Status.WAITING:
+        elif seq.status is Status.WAITING:
+            self.manager.expect(seq.order)
             self.waiting.remove(seq)
             if seq.host_blocks:
                 self._drop_host_copy(seq)
             self.manager.drop(seq)
-            self.manager.expect(seq.order)
+        seq.status = Status.FINISHED
 
     def schedule(self) -> Step:
         """Choose the tokens of the next step and give them slots.
 
         They count as computed, so the caller must run the whole step.  A sequence whose tokens are
         all computed (a beam that waits for the other beams) is skipped.  Raises RuntimeError if
-        sequences wait that can never run.
+        sequences wait that can never run, and InterruptedChange if a change of the manager was
+        interrupted.
         """
+        if self.manager.interruption:
+            raise InterruptedChange(self.manager)
         step = Step()
         if self.prefill_first:
             self._admit_waiting(step, self._schedule_running(step, least=2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections import Counter
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from manager_helpers import CACHING, NAMES, manager_of, started, used
 
 import cache
-from cache import CacheManager, Sequence
+from cache import AllocStatus, CacheManager, Sequence
 from cache.serving.request import Request, RequestStats, ScheduledSequence
 from cache.serving.sampling_params import SamplingParams
 from cache.serving.scheduler import Scheduler
@@ -93,10 +94,19 @@ def test_a_hit_is_refused_once_the_manager_has_changed(name):
     equal = Sequence(2, range(12))
     with pytest.raises(ValueError, match=r"hit: it was found for .*seq_id=1.*find\(.*seq_id=2"):
         manager.admit(equal, hit, 12)
+    with pytest.raises(ValueError, match="hit: it was found for"):
+        copy.deepcopy(manager).admit(seq, hit, 12)
     other = started(manager, 2, [7] * 30)
+    for prompt in (seq, equal):
+        assert manager.can_allocate(prompt, hit) is manager.can_allocate(prompt)
     with pytest.raises(ValueError, match="hit: the manager has changed since it was found"):
         manager.admit(seq, hit, 12)
     manager.free(other)
+    if manager.can_reset:
+        empty = manager.find(Sequence(3, [8] * 41))
+        manager.reset_prefix_cache()
+        assert manager.can_allocate(Sequence(3, [8] * 40), empty) is AllocStatus.OK
+        used(manager, 0, range(9))
     hit = manager.find(seq)
     for end in (8, 13, 9.0, None, -1):
         with pytest.raises(ValueError, match=f"end={end}: needs an int from"):

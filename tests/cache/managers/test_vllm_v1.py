@@ -141,12 +141,12 @@ def test_lookahead_tokens_and_events_as_in_vllm_0_33():
     seq = Sequence("a", range(6))
     manager.allocate_slots(seq, 6, num_lookahead_tokens=5)
     seq.append_token(6)
-    manager.append(seq, num_lookahead_tokens=3)
+    manager.allocate_slots(seq, 1, num_lookahead_tokens=3)
     assert manager.block_table(seq) == [0, 1, 2]
     assert names_of(manager.take_events(), hashes) == [("BlockStored", [0], 4, None)]
     for token in (7, 8, 9):  # two accepted drafts, and the token after them
         seq.append_token(token)
-    manager.append(seq, num_lookahead_tokens=4)
+    manager.allocate_slots(seq, 3, num_lookahead_tokens=4)
     assert manager.block_table(seq) == [0, 1, 2, 3]
     assert names_of(manager.take_events(), hashes) == [("BlockStored", [1], 4, 0)]
     other = started(manager, "b", [*range(8), *[50] * 13])

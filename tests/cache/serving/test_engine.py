@@ -22,7 +22,7 @@ from symbolic_engine import (
     serve,
 )
 
-from cache import MANAGERS, POLICIES, UnsupportedByDesign
+from cache import MANAGERS, POLICIES, InterruptedChange, UnsupportedByDesign
 from cache.serving.request import FinishReason, Request, ScheduledSequence
 from cache.serving.sampling_params import SamplingParams
 from cache.serving.scheduler import Step
@@ -347,6 +347,37 @@ def test_priorities_as_in_vllm():
         events += [f"{number}+{seq.request.request_id}" for seq in step.admitted]
         events += [f"{number}-{seq.request.request_id}" for seq in step.preempted]
     assert " ".join(events) == expected
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("hook", ["tell", "expect", "release"])
+def test_a_request_whose_abort_raises_is_not_lost(hook):
+    """It goes on, or every step raises."""
+    raises = False
+
+    def method(self, *arguments):
+        if raises:
+            raise ZeroDivisionError
+        return getattr(POLICIES["lru"], hook)(self, *arguments)
+
+    names = {hook, "release_many"} if hook == "release" else {hook}
+    policy = type("Raising", (POLICIES["lru"],), dict.fromkeys(names, method))()
+    engine = make_engine(policy=policy)
+    request_id = engine.add(prompt(9), GREEDY)
+    if hook != "expect":
+        engine.step()
+    raises = True
+    with pytest.raises(ZeroDivisionError):
+        engine.abort(request_id)
+    raises = False
+    if hook == "release":
+        engine.add(prompt(9), GREEDY)
+        for _ in range(2):
+            with pytest.raises(InterruptedChange, match="ZeroDivisionError"):
+                engine.step()
+        engine.restart(make_engine().scheduler)
+    else:
+        serve(engine)
     assert_idle(engine)
 
 
