@@ -29,8 +29,6 @@ from numbers import Integral
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from cache.replay.operations import Operations
     from cache.traces.trace import Trace
 
@@ -155,19 +153,8 @@ class EvictionPolicy(abc.ABC):
             raise IndexError(f"evict_many: count={count}, but {len(self)} blocks are released")
         return [self.evict() for _ in range(count)]
 
-    def compiled_replay(self) -> Callable[[Trace, int], tuple[np.ndarray, np.ndarray]] | None:
-        """``replay(trace, capacity)`` -> ``(hit_blocks, evictions)`` of each request, compiled.
-
-        ``cache.simulate`` calls it instead of the methods above.  None: there is none.
-        """
-        if type(self).operations is EvictionPolicy.operations:
-            return None
-        from cache.replay.operations import replay_of  # numba is slow to import
-
-        return replay_of(self)
-
     def operations(self, trace: Trace, capacity: int) -> Operations | None:
-        """The policy's methods and state for the compiled replay; None if they have no such form.
+        """What ``cache.simulate`` compiles instead of calling the methods above; None: nothing.
 
         A class that overrides methods must not inherit those of its base.
         """

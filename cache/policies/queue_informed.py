@@ -12,8 +12,7 @@ from cache.policies.lazy_heap import LazyHeap
 from cache.policies.wrapping import WrappingPolicy
 
 if TYPE_CHECKING:
-    import numpy as np
-
+    from cache.replay.operations import Operations
     from cache.traces.trace import Trace
 
 
@@ -113,6 +112,6 @@ class QueueInformed(WrappingPolicy):
     def __len__(self) -> int:
         return len(self.policy) + len(self._spared)
 
-    def compiled_replay(self) -> Callable[[Trace, int], tuple[np.ndarray, np.ndarray]] | None:
+    def operations(self, trace: Trace, capacity: int) -> Operations | None:
         # Nobody waits in a replay.
-        return self.policy.compiled_replay() if type(self) is QueueInformed else None
+        return self.policy.operations(trace, capacity) if type(self) is QueueInformed else None

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import numba
 import numba.extending
 import numpy as np
 
-from cache.policies.base import UNKNOWN_REQUEST
+from cache.policies.base import UNKNOWN_REQUEST, EvictionPolicy
 from cache.policies.priority import BlockHistory, PriorityPolicy
 from cache.policies.queues import num_ghosts
 from cache.replay.operations import Operations
@@ -48,13 +49,13 @@ def operations_of(
     """``priority`` is computed in float64.  Without a state of its own it may be an integer in
     Python, so ``release_many`` raises OverflowError beyond 2**53, where float64 rounds integers.
     """
-    num_blocks, ghosts = trace.num_unique_blocks, num_ghosts(policy, capacity)
+    num_blocks = trace.num_unique_blocks
     next_uses = np.empty(0)
     if policy.needs_future:
         next_uses = next_uses_of(trace.block_ids, trace.offsets, num_blocks, capacity)
     queues = np.empty((2, 2 * min(capacity, num_blocks) + 64), _ENTRY)
     state = {
-        "blocks": np.zeros(num_blocks, _BLOCK),
+        "_blocks": np.zeros(num_blocks, _BLOCK),
         "rising": queues[0],
         "rising_head": 0,
         "rising_tail": 0,
@@ -66,13 +67,8 @@ def operations_of(
         "request": UNKNOWN_REQUEST,
         "offsets": trace.offsets,
         "next_uses": next_uses,
-        "num_ghosts": ghosts,
-        "ghosts": np.empty(trace.num_block_references if ghosts else 0, np.int32),
-        "first_ghost": 0,
-        "last_ghost": 0,
-        "live_ghosts": 0,
         "memory": np.zeros((num_blocks, policy.memory_size)),
-    }
+    } | ghosts_of(policy, trace, capacity)
     own = policy.own_state(capacity)
     if own is not None:
         state["own"] = own
@@ -95,7 +91,7 @@ def _methods(priority: Callable[..., float], has_own: bool) -> dict[str, Callabl
         return value
 
     # The key of a cached replay has ``priority`` by its being a method.
-    methods = (insert, pin, release_many, evict, remove, _enter, _push)
+    methods = (insert, pin, release_many, evict, remove, remember, _enter, _push)
     return {"priority": priority, "rank": rank, "tell": tell} | {f.__name__: f for f in methods}
 
 
@@ -104,7 +100,7 @@ def tell(self, request):
 
 
 def insert(self, block_id, key, parent, depth):
-    block = self.blocks[block_id]
+    block = self._blocks[block_id]
     block.in_use = True
     block.queued = False
     block.priority = np.nan
@@ -122,15 +118,15 @@ def insert(self, block_id, key, parent, depth):
     block.depth = depth
     if depth:
         block.parent = parent
-        self.blocks[parent].children += 1
+        self._blocks[parent].children += 1
 
 
 def pin(self, block_id):
-    self.blocks[block_id].in_use = True
+    self._blocks[block_id].in_use = True
 
 
 def release_many(self, ids):
-    blocks, clock, request = self.blocks, self.clock, self.request
+    blocks, clock, request = self._blocks, self.clock, self.request
     next_uses, memory = self.next_uses, self.memory
     self.time += 1
     time = self.time
@@ -185,7 +181,7 @@ def evict(self):
             if self.heap_size:
                 heap[0] = heap[self.heap_size]
                 _sift_down(heap, 0, self.heap_size)
-        block = self.blocks[block_id]
+        block = self._blocks[block_id]
         if block.ticket == ticket and block.queued:
             block.queued = False
             if not block.in_use:
@@ -196,17 +192,33 @@ def evict(self):
 
 
 def remove(self, block_id):
-    block = self.blocks[block_id]
+    block = self._blocks[block_id]
     block.queued = False
     if block.depth:
-        self.blocks[block.parent].children -= 1
-    if self.num_ghosts:
-        self.ghosts[self.last_ghost] = block_id
-        self.last_ghost += 1
-        block.ghost = self.last_ghost
-        self.live_ghosts += 1
-        if self.live_ghosts > self.num_ghosts:
-            self.first_ghost = forget_oldest(self.blocks, self.ghosts, self.first_ghost)
+        self._blocks[block.parent].children -= 1
+    self.remember(block_id)
+
+
+def ghosts_of(policy: EvictionPolicy, trace: Trace, capacity: int) -> dict[str, Any]:
+    """The attributes that ``remember`` needs."""
+    num = num_ghosts(policy, capacity)
+    ghosts = np.empty(trace.num_block_references if num else 0, np.int32)
+    counts = {"first_ghost": 0, "last_ghost": 0, "live_ghosts": 0}
+    return {"num_ghosts": num, "ghosts": ghosts} | counts
+
+
+def remember(self, block_id):
+    if not self.num_ghosts:
+        return
+    self.ghosts[self.last_ghost] = block_id
+    self.last_ghost += 1
+    self._blocks[block_id].ghost = self.last_ghost
+    self.live_ghosts += 1
+    while self.live_ghosts > self.num_ghosts:
+        oldest = self._blocks[self.ghosts[self.first_ghost]]
+        self.first_ghost += 1
+        if oldest.ghost == self.first_ghost:
+            oldest.ghost = 0
             self.live_ghosts -= 1
 
 
@@ -218,7 +230,7 @@ def _enter(self, priority, block_id):
         last = rising[self.rising_tail]
         self._push(last.priority, last.ticket, last.block)
     if self.rising_tail == len(rising):
-        self.rising_tail = _drop_stale(rising, self.rising_head, self.rising_tail, self.blocks)
+        self.rising_tail = _drop_stale(rising, self.rising_head, self.rising_tail, self._blocks)
         self.rising_head = 0
     _set(rising, self.rising_tail, priority, self.tickets, block_id)
     self.rising_tail += 1
@@ -228,23 +240,12 @@ def _push(self, priority, ticket, block_id):
     """Add an entry to the heap, dropping the stale ones first if there is no room."""
     heap = self.heap
     if self.heap_size == len(heap):
-        self.heap_size = _drop_stale(heap, 0, self.heap_size, self.blocks)
+        self.heap_size = _drop_stale(heap, 0, self.heap_size, self._blocks)
         for root in range(self.heap_size // 2 - 1, -1, -1):
             _sift_down(heap, root, self.heap_size)
     _set(heap, self.heap_size, priority, ticket, block_id)
     _sift_up(heap, self.heap_size)
     self.heap_size += 1
-
-
-@numba.njit
-def forget_oldest(blocks, ghosts, first_ghost):
-    """Forget the oldest of ``ghosts`` that is one still; returns the place of the next."""
-    while True:
-        ghost = blocks[ghosts[first_ghost]]
-        first_ghost += 1
-        if ghost.ghost == first_ghost:
-            ghost.ghost = 0
-            return first_ghost
 
 
 @numba.njit(inline="always")

@@ -14,8 +14,7 @@ import numba.extending
 import numpy as np
 
 from cache.policies.classes import ClassPolicy, age_bin, bits, worth_at
-from cache.policies.queues import num_ghosts
-from cache.replay.compiled import forget_oldest
+from cache.replay.compiled import ghosts_of, remember
 from cache.replay.operations import Operations
 from cache.traces.trace import Trace
 
@@ -43,15 +42,11 @@ def operations_of(policy: ClassPolicy, trace: Trace, capacity: int) -> Operation
     state = {name: getattr(policy, name) for name in _SHARED} | {
         "_blocks": blocks,
         "first_end": trace.num_unique_blocks,
-        "ghosts": np.empty(trace.num_block_references, np.int32),
-        "first_ghost": 0,
-        "last_ghost": 0,
-        "live_ghosts": 0,
-        "num_ghosts": num_ghosts(policy, capacity),
         "least": -1,  # the end of the class of the last victim, while nothing else changed
         "number": 0,  # of the last victim
         "released_ms": 0.0,
     }
+    state |= ghosts_of(policy, trace, capacity)
     methods = _methods(policy.classify, policy.learn, policy.num_classes, policy.name)
     return Operations(policy.name, methods, state)
 
@@ -78,7 +73,7 @@ def _methods(classify, learn, num_classes: int, name: str) -> dict[str, Callable
         "_access": ClassPolicy._access,
     }
     functions = (_refuse_class, _refuse_worth, tell, insert, pin, release_many)
-    functions += (evict, remove, _append, _least, _give_up)
+    functions += (evict, remove, _append, _least, _give_up, remember)
     return own | {function.__name__: function for function in functions}
 
 
@@ -138,13 +133,7 @@ def _give_up(self, block_id):
     block = self._blocks[block_id]
     _unlink(self._blocks, block_id)
     self._gone[block.class_] += block.weight
-    self.ghosts[self.last_ghost] = block_id
-    self.last_ghost += 1
-    block.ghost = self.last_ghost
-    self.live_ghosts += 1
-    if self.live_ghosts > self.num_ghosts:
-        self.first_ghost = forget_oldest(self._blocks, self.ghosts, self.first_ghost)
-        self.live_ghosts -= 1
+    self.remember(block_id)
 
 
 def _least(self):

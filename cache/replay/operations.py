@@ -73,7 +73,7 @@ def replay_of(policy: EvictionPolicy) -> Callable | None:
         except Exception as error:  # numba raises errors of many kinds, the policy two of its own
             if not (run.signatures and isinstance(error, ArithmeticError | ValueError)):
                 reason = str(error).partition("\n")[0]
-                warnings.warn(f"{policy.name} runs in Python: numba: {reason}", stacklevel=4)
+                warnings.warn(f"{policy.name} runs in Python: numba: {reason}", stacklevel=3)
                 _RUNS[key] = None
     run = _RUNS[key]
     return run and (lambda trace, capacity: run(*arguments(trace, capacity)))

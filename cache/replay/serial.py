@@ -98,7 +98,11 @@ def simulate(
 
     # A larger pool evicts nothing either, and its size may overflow an int64.
     pool = min(capacity_blocks, max(trace.num_block_references, 1))
-    replay = policy.compiled_replay()
+    replay = None
+    if type(policy).operations is not EvictionPolicy.operations:
+        from cache.replay.operations import replay_of  # numba is slow to import
+
+        replay = replay_of(policy)
     started = time.perf_counter()
     if replay is not None:
         try:
