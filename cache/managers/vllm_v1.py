@@ -120,7 +120,7 @@ class VLLMv1(PooledManager):
         self._fill(table, num_blocks, end)
         room = len(blocks) * size - 1
         if room > end + size - 2:  # lookahead tokens have blocks
-            room = (end // size + 1) * size - 1
+            room = (table.num_cached_blocks + 1) * size - 1
             table.seq.table_version += len(blocks) > length
         if self.sliding_window is None:
             table.room = room

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import itertools
 import sys
 from collections import Counter
 from pathlib import Path
@@ -14,38 +14,59 @@ import cache
 from cache import EvictionPolicy, InterruptedChange, OutOfBlocks, Sequence
 from cache.policies.lru import LRU
 
-HOOKS = ("tell", "look_up", "miss", "insert", "pin", "release", "evict")
+HOOKS = {"tell", "look_up", "miss", "insert", "pin", "release", "evict"}
+ERRORS = (KeyboardInterrupt, ZeroDivisionError, lambda: OutOfBlocks(2, 1))
+CALLS = {
+    "allocate": lambda manager, seq: manager.allocate(Sequence(9, [*range(300, 332), *range(9)])),
+    "append": lambda manager, seq: manager.append(seq),
+    "fork": lambda manager, seq: manager.fork(seq, seq.fork("child")),
+    "free": lambda manager, seq: manager.free(seq, is_finished=False),
+    "swap_out": lambda manager, seq: manager.swap_out(seq),
+    "mark": lambda manager, seq: manager.mark_blocks_as_computed(seq),
+}
+OFFERED = {"fork": "can_fork", "swap_out": "can_swap", "mark": "can_swap"}
 
 
-def raising(hook: str, count: int, error: BaseException) -> EvictionPolicy:
-    """LRU whose ``hook`` raises ``error`` in its call number ``count``."""
-    calls = []
+def hook(name: str):
+    def hook(self, *arguments):
+        return getattr(LRU, name)(self, *arguments)
 
-    def method(self, *arguments):
-        calls.append(hook)
-        if len(calls) == count:
+    return hook
+
+
+def make_policy() -> EvictionPolicy:
+    """LRU that defines every method, each for one block at a time."""
+    many = {name: vars(EvictionPolicy)[name] for name in ("pin_many", "release_many", "evict_many")}
+    return type("Hooked", (LRU,), {name: hook(name) for name in HOOKS} | many)()
+
+
+def place_of(error: BaseException, number: int, in_policy: bool, call, *arguments) -> str | None:
+    """Raise ``error`` at line ``number`` of ``call``; returns the hook or function that got it.
+
+    in_policy: count only lines of hooks.  None: the call has fewer lines.
+    """
+    folder, place = str(Path(cache.__file__).parent), None
+
+    def interrupt(frame, event, _argument):
+        nonlocal number, place
+        code = frame.f_code
+        if code.co_name != "hook" if in_policy else not code.co_filename.startswith(folder):
+            return None
+        number -= event == "line"
+        if number < 0:
+            place = frame.f_locals.get("name", code.co_name)
+            sys.settrace(None)
             raise error
-        return getattr(LRU, hook)(self, *arguments)
+        return interrupt
 
-    many = ("pin_many", "release_many", "evict_many")
-    return type(
-        "Raising", (LRU,), {hook: method, **{name: vars(EvictionPolicy)[name] for name in many}}
-    )()
-
-
-def random_calls(manager, generator: random.Random):
-    live: list[Sequence] = []
-    for number in range(200):
-        if not live or generator.random() < 0.5:
-            seq = Sequence(number, generator.choices(range(2), k=generator.randrange(1, 30)))
-            yield lambda seq=seq: (manager.allocate(seq), live.append(seq))
-        elif generator.random() < 0.5:
-            seq = generator.choice(live)
-            seq.append_token(generator.randrange(2))
-            yield lambda seq=seq: manager.append(seq)
-        else:
-            seq = live.pop(generator.randrange(len(live)))
-            yield lambda seq=seq: manager.free(seq)
+    previous = sys.gettrace()
+    sys.settrace(interrupt)
+    try:
+        call(*arguments)
+    except type(error):
+        return place
+    finally:
+        sys.settrace(previous)
 
 
 def assert_refuses(manager, reason: str) -> None:
@@ -58,49 +79,17 @@ def assert_refuses(manager, reason: str) -> None:
         manager.check_invariants()
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, lambda: OutOfBlocks(2, 1)])
-@pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize("name", CACHING)
-def test_a_policy_that_raises(name, hook, error):
-    if (name, hook) == ("radix", "look_up"):
-        return
-    is_atomic, num_raised, error = hook in ("tell", "look_up"), 0, error()
-    for count, seed in [(count, seed) for count in (1, 2, 3, 5, 8) for seed in range(3)]:
-        manager = manager_of(name, 12, 2, policy=raising(hook, count, error))
-        for call in random_calls(manager, random.Random(seed)):
-            before = is_atomic and state_of(manager)
-            try:
-                call()
-            except BaseException as raised:
-                if raised is not error:  # out of blocks
-                    continue
-                num_raised += 1
-                if is_atomic:
-                    assert state_of(manager) == before
-                    manager.check_invariants()
-                else:
-                    assert_refuses(manager, type(error).__name__)
-                break
-    assert num_raised
-
-
-CALLS = {
-    "allocate": lambda manager, seq: manager.allocate(Sequence(9, [*range(8), *range(70, 80)])),
-    "append": lambda manager, seq: manager.append(seq),
-    "fork": lambda manager, seq: manager.fork(seq, seq.fork("child")),
-    "free": lambda manager, seq: manager.free(seq, is_finished=False),
-    "swap_out": lambda manager, seq: manager.swap_out(seq),
-    "mark": lambda manager, seq: manager.mark_blocks_as_computed(seq),
-}
-OFFERED = {"fork": "can_fork", "swap_out": "can_swap", "mark": "can_swap"}
-
-
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("name", NAMES)
-def test_an_interrupt_at_any_line(name, call):
-    outcomes = Counter()
-    for number in range(0, 1000, 3):
-        manager = manager_of(name, 32, **({"num_cpu_blocks": 32} if name == "vllm_v0" else {}))
+@pytest.mark.parametrize(
+    ("name", "in_policy"), [*((name, False) for name in NAMES), *((name, True) for name in CACHING)]
+)
+def test_an_error_at_any_line(name, in_policy, call):
+    outcomes, places = Counter(), set()
+    for trial in itertools.count():
+        options = {"policy": make_policy()} if in_policy else {}
+        if name == "vllm_v0":
+            options["num_cpu_blocks"] = 20
+        manager = manager_of(name, 20 if name in CACHING else 32, **options)
         if call in OFFERED and not getattr(manager, OFFERED[call]):
             return
         used(manager, 0, range(9))
@@ -109,32 +98,23 @@ def test_an_interrupt_at_any_line(name, call):
         seq = started(manager, "live", [*range(9), 50, 51, 52])
         for token_id in range(5):
             seq.append_token(token_id)
-        before, left = state_of(manager), number
-
-        def interrupt(frame, event, _argument):
-            nonlocal left
-            if not frame.f_code.co_filename.startswith(str(Path(cache.__file__).parent)):
-                return None
-            left -= event == "line"
-            if left < 0:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-            return interrupt
-
-        previous = sys.gettrace()
-        sys.settrace(interrupt)
-        try:
-            CALLS[call](manager, seq)
+        before, error = state_of(manager), ERRORS[trial % 3]()
+        number = trial if in_policy else 3 * trial
+        place = place_of(error, number, in_policy, CALLS[call], manager, seq)
+        if place is None:
             break
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(previous)
+        places.add(place)
         if manager.interruption:
-            assert_refuses(manager, "KeyboardInterrupt|an interrupt")
+            assert not in_policy or place not in ("tell", "look_up")
+            assert_refuses(manager, f"{type(error).__name__}|an interrupt")
         else:
             manager.check_invariants()
         outcomes["refuses" if manager.interruption else state_of(manager) == before] += 1
+    if in_policy:
+        assert not outcomes[False]
+        if call == "allocate":
+            assert places >= HOOKS - {"release", *(["look_up"] if name == "radix" else [])}
+        return
     # The very end of a call is after its change; a time may be given in vain.
     assert outcomes[True] > 1
     assert outcomes["refuses"] > 1

@@ -13,6 +13,7 @@ from manager_machine import CachingMachine, Live, ManagerMachine, held
 
 from cache import AllocStatus
 from cache.blocks.buddy import OutOfRuns
+from cache.blocks.events import AllBlocksCleared, BlockRemoved
 from cache.managers.base import GIVEN_BACK
 
 
@@ -50,6 +51,8 @@ class VLLMv1Machine(CachingMachine):
             self.queue_uncached = data.draw(st.booleans(), label="queue_uncached")
             self.window = data.draw(st.none() | st.integers(1, 3 * block_size), label="window")
             options |= {"queue_uncached": self.queue_uncached, "sliding_window": self.window}
+            options["enable_kv_cache_events"] = True
+            self.routed: Counter[bytes] = Counter()  # hashes that a reader of the events knows
         self.order_known = self.policy == "lru"
         manager = manager_of(self.name, num_blocks, block_size, **options)
         if self.collide:
@@ -107,8 +110,17 @@ class VLLMv1Machine(CachingMachine):
 
     @invariant()
     def the_pool_holds_what_the_model_does(self):
-        held = [block for block, key in enumerate(self.manager.pool.block_hashes) if key]
+        hashes = self.manager.pool.block_hashes
+        held = [block for block, key in enumerate(hashes) if key]
         assert held == sorted(self.cached)
+        for event in self.manager.take_events() if self.name == "vllm_v1" else ():
+            if isinstance(event, AllBlocksCleared):
+                self.routed.clear()
+            elif isinstance(event, BlockRemoved):
+                self.routed.subtract(event.block_hashes)
+            else:
+                self.routed.update(event.block_hashes)
+        assert self.name != "vllm_v1" or +self.routed == Counter(filter(None, hashes))
         users = Counter(block for live in self.live.values() for block in live.table)
         assert self.manager.pool.ref_counts == [users[b] for b in range(self.num_blocks)]
 

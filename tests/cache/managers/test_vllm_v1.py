@@ -6,15 +6,12 @@ Nano-vLLM's queue equals the older queue of vllm_v1.
 from __future__ import annotations
 
 import functools
-import random
-from collections import Counter
 
 import manager_helpers
 import pytest
 from manager_helpers import cached, grow, lines_run, started
 
 from cache import Sequence, make_workload, simulate
-from cache.blocks.events import AllBlocksCleared, BlockRemoved
 from cache.managers.pooled import PooledManager
 from cache.policies.lru import LRU
 
@@ -167,26 +164,6 @@ def test_lookahead_tokens_and_events_as_in_vllm_0_33():
         manager_of(8).take_events()
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc", "safeguarded"])
-def test_a_router_that_reads_the_events_knows_the_cached_blocks(policy):
-    manager = manager_of(12, 2, policy=policy, enable_kv_cache_events=True)
-    held, generator = Counter(), random.Random(0)
-    for number in range(300):
-        seq = Sequence(number, generator.choices(range(2), k=generator.randrange(1, 24)))
-        manager.allocate(seq)
-        manager.free(seq)
-        if number % 100 == 50:
-            manager.reset_prefix_cache()
-        for event in manager.take_events():
-            if isinstance(event, AllBlocksCleared):
-                held.clear()
-            elif isinstance(event, BlockRemoved):
-                held.subtract(event.block_hashes)
-            else:
-                held.update(event.block_hashes)
-        assert +held == Counter(filter(None, manager.pool.block_hashes))
-
-
 def test_making_many_blocks_takes_no_loop():
     assert lines_run(lambda: manager_of(1_000_000, 16)) == lines_run(lambda: manager_of(1_000, 16))
 
@@ -215,19 +192,20 @@ def test_a_serial_replay_through_the_manager_equals_simulate(capacity):
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("name", "options", "ahead"),
     [
-        ("nano_vllm", {}),
-        *(("vllm_v1", {"sliding_window": window}) for window in (None, 1, 4)),
+        ("nano_vllm", {}, 0),
+        *(("vllm_v1", {"sliding_window": window}, 0) for window in (None, 1, 4)),
+        ("vllm_v1", {}, 3),
     ],
 )
-def test_a_block_whose_last_token_is_unknown_is_found_from_the_next_call_on(name, options):
+def test_a_block_whose_last_token_is_unknown_is_found_from_the_next_call_on(name, options, ahead):
     manager = manager_helpers.manager_of(name, 10, 4, **options)
     seq = started(manager, 0, range(3))
     for token in range(3, 9):
         seq.append_token(99)
         seq.num_unknown_tokens = 1
-        manager.allocate_slots(seq, 1)
+        manager.allocate_slots(seq, 1, num_lookahead_tokens=ahead)
         manager.check_invariants()
         seq.token_ids.pop()
         seq.num_unknown_tokens = 0
