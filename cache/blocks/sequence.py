@@ -187,6 +187,9 @@ def check_key(name: str, value, types):
 
 
 def _check_mm_inputs(mm_inputs, num_prompt_tokens: int) -> tuple[MultiModalInput, ...]:
+    if not isinstance(mm_inputs, list | tuple):
+        given = shown(mm_inputs)
+        raise ValueError(f"mm_inputs={given}: needs a list of (content_hash, offset, length)")
     checked, end = [], 0
     for i, mm_input in enumerate(mm_inputs):
         if not isinstance(mm_input, tuple | list) or len(mm_input) != 3:

@@ -134,7 +134,6 @@ class Engine:
         params: SamplingParams,
         cache_salt: str | bytes | None = None,
         *,
-        mm_inputs: Items[tuple[str | bytes, int, int]] = (),
         priority: int = 0,
         **keys: Any,
     ) -> array:
@@ -148,10 +147,7 @@ class Engine:
         length = len(prompt_token_ids)
         if not length:
             raise ValueError("prompt: has no tokens; needs at least one")
-        if not isinstance(mm_inputs, list | tuple):
-            needs = "a list of (content_hash, offset, length)"
-            raise ValueError(f"mm_inputs={shown(mm_inputs)}: needs {needs}")
-        Sequence(None, prompt_token_ids, cache_salt=cache_salt, mm_inputs=mm_inputs, **keys)
+        Sequence(None, prompt_token_ids, cache_salt=cache_salt, **keys)
         if as_int("priority", priority) and self.scheduler.policy != "priority":
             needs = 'needs 0, or a Scheduler(policy="priority")'
             raise ValueError(f"priority={shown(priority)}: {needs}")
