@@ -19,9 +19,11 @@ class OutOfBlocks(RuntimeError):
     """
 
     def __init__(self, needed: int, free: int) -> None:
-        super().__init__(f"{needed} blocks are needed, {free} are free")
-        self.needed = needed
-        self.free = free
+        super().__init__(needed, free)
+        self.needed, self.free = needed, free
+
+    def __str__(self) -> str:
+        return f"{self.needed} blocks are needed, {self.free} are free"
 
 
 def check_free(needed: int, free: int) -> None:

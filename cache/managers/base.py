@@ -32,7 +32,9 @@ then, and otherwise from the next call about the sequence.
 A call that raises changes nothing, with two exceptions.  A sliding window of ``vllm_v1`` gives its
 blocks back before it raises OutOfBlocks.  And a change that is interrupted cannot be undone: by an
 error of the policy in another method than ``tell``, ``look_up`` and ``expect``, or by a
-KeyboardInterrupt.  Then every further call raises InterruptedChange, which says what came.
+KeyboardInterrupt.  Every further call about a sequence or cached content then raises
+InterruptedChange, which names the error.  A KeyboardInterrupt at the very end of a call may come
+after its change is complete.
 
 ``copies`` are valid until the next call that changes the manager.  Run them in order, before any K
 or V is written.  Copies for a sequence that is freed first need not be run.
@@ -72,17 +74,18 @@ class AllocStatus(enum.Enum):
 class UnsupportedByDesign(NotImplementedError):
     """The design that a manager reproduces does not offer the feature."""
 
-    def __init__(self, manager: str, feature: str) -> None:
-        super().__init__(f"the design of manager {manager!r} does not offer {feature}")
+    def __str__(self) -> str:
+        manager, feature = self.args
+        return f"the design of manager {manager!r} does not offer {feature}"
 
 
 class InterruptedChange(RuntimeError):
-    """An error came while a call changed the manager, which is of no use since then."""
+    """An error interrupted a change of the manager, which cannot be used any more."""
 
-    def __init__(self, manager: CacheManager) -> None:
-        super().__init__(
-            f"{manager.interruption} interrupted a change of this manager, so it cannot say any "
-            "more which blocks hold what; make a new one"
+    def __str__(self) -> str:
+        return (
+            f"{self.args[0]} interrupted a change of this manager, so it no longer knows which "
+            "blocks hold what; make a new one"
         )
 
 
@@ -94,7 +97,7 @@ class _Change:
 
     def __enter__(self) -> None:
         if self._manager.interruption:
-            raise InterruptedChange(self._manager)
+            raise InterruptedChange(self._manager.interruption)
 
     def __exit__(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
         if error is None:
@@ -138,7 +141,7 @@ class CacheStats:
 
 
 MIDDLE = "an interrupt"
-"""``interruption`` from the first step of a change to the last."""
+"""``interruption`` while a change is made."""
 
 GIVEN_BACK = -1
 """Replaces a block id in a table when the block is behind the sliding window of later queries."""
@@ -216,7 +219,7 @@ class CacheManager(abc.ABC):
     """Returns the time for policies, in seconds; set by an engine.  None: time is unknown."""
 
     interruption: str
-    """What came in the middle of a change; empty while the state is whole."""
+    """The error that interrupted a change; empty while the state is consistent."""
 
     _listener: Callable[[Request], None] | None = None
     """The policy's ``tell``; None if the policy does not override it."""
@@ -259,7 +262,7 @@ class CacheManager(abc.ABC):
         At least one token is left to compute.
         """
         if self.interruption:
-            raise InterruptedChange(self)
+            raise InterruptedChange(self.interruption)
         if not self.enable_prefix_caching:
             return NOTHING
         longest = self._most_hits(seq)
@@ -284,7 +287,7 @@ class CacheManager(abc.ABC):
         ``hit`` is the result of ``find``.  None, or one that ``admit`` would refuse: look it up.
         """
         if self.interruption:
-            raise InterruptedChange(self)
+            raise InterruptedChange(self.interruption)
         needed = -(-len(seq.token_ids) // self.block_size)
         if needed > self.num_blocks:
             return AllocStatus.NEVER
@@ -556,7 +559,7 @@ class CacheManager(abc.ABC):
     def _table_of(self, seq: Sequence) -> Any:
         """The table of ``seq``; ValueError if it holds no blocks."""
         if self.interruption:
-            raise InterruptedChange(self)
+            raise InterruptedChange(self.interruption)
         table = self._tables.get(seq.seq_id)
         if table is None:
             raise ValueError(f"sequence {seq.seq_id!r} holds no blocks")

@@ -98,7 +98,7 @@ class Contiguous(CacheManager):
 
     def can_allocate(self, seq: Sequence, hit: Hit | None = None) -> AllocStatus:
         if self.interruption:
-            raise InterruptedChange(self)
+            raise InterruptedChange(self.interruption)
         if seq.num_tokens > self.max_model_len:
             return AllocStatus.NEVER
         needed = self._run_length(self._reservation(seq)[0])

@@ -376,7 +376,7 @@ class VLLMv0(CacheManager):
 
     def _status(self, needed: int) -> AllocStatus:
         if self.interruption:
-            raise InterruptedChange(self)
+            raise InterruptedChange(self.interruption)
         if self.num_blocks - needed < self.watermark_blocks:
             return AllocStatus.NEVER
         if self.gpu.num_free_blocks - needed >= self.watermark_blocks:

@@ -176,7 +176,7 @@ class Scheduler:
         interrupted.
         """
         if self.manager.interruption:
-            raise InterruptedChange(self.manager)
+            raise InterruptedChange(self.manager.interruption)
         step = Step()
         if self.prefill_first:
             self._admit_waiting(step, self._schedule_running(step, least=2))

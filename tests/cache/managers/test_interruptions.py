@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import sys
 from collections import Counter
 from pathlib import Path
@@ -73,8 +74,9 @@ def assert_refuses(manager, reason: str) -> None:
     seq = Sequence("new", range(9))
     calls = [manager.find, manager.can_allocate, manager.allocate, manager.append, manager.free]
     for call in [*calls, manager.block_table, manager.can_append]:
-        with pytest.raises(InterruptedChange, match=reason):
+        with pytest.raises(InterruptedChange, match=reason) as refusal:
             call(seq)
+        assert str(pickle.loads(pickle.dumps(refusal.value))) == str(refusal.value)
     with pytest.raises(AssertionError, match=reason):
         manager.check_invariants()
 
