@@ -17,11 +17,14 @@ class OutOfRuns(OutOfBlocks):
 
     def __init__(self, needed: int, free: int, longest_run: int) -> None:
         super().__init__(needed, free)
-        self.args = (
-            f"a run of {needed} blocks is needed, {free} are free, "
-            f"at most {longest_run} of them in a run",
-        )
+        self.args = needed, free, longest_run
         self.longest_run = longest_run
+
+    def __str__(self) -> str:
+        return (
+            f"a run of {self.needed} blocks is needed, {self.free} are free, "
+            f"at most {self.longest_run} of them in a run"
+        )
 
 
 class BuddyAllocator:
