@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from cache.traces.trace import Trace
 
 _METHODS = {"start", "insert", "pin", "pin_many", "release", "release_many", "evict", "evict_many"}
-_METHODS |= {"rank", "tell", "look_up", "miss"}
+_METHODS |= {"rank", "remove", "tell", "look_up", "miss"}
 
 
 def record(**fields: float) -> np.record:

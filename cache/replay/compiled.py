@@ -90,9 +90,8 @@ def _methods(priority: Callable[..., float], has_own: bool) -> dict[str, Callabl
             raise ValueError("the policy's priority of a block is nan, not a number")
         return value
 
-    # The key of a cached replay has ``priority`` by its being a method.
     methods = (insert, pin, release_many, evict, remove, remember, _enter, _push)
-    return {"priority": priority, "rank": rank, "tell": tell} | {f.__name__: f for f in methods}
+    return {"rank": rank, "tell": tell} | {f.__name__: f for f in methods}
 
 
 def tell(self, request):

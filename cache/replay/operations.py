@@ -218,10 +218,14 @@ def _key_of(operations: Operations) -> str:
 @functools.cache
 def _register(name: str, methods: tuple, fields: tuple) -> str:
     parts = [key for _, key in fields if key]
+    functions = [each for _, method in methods for each in _with_closure(method)]
     is_built_in = all(_KINDS[part].is_built_in for part in parts) and all(
-        method.__module__.startswith(("cache.policies.", "cache.replay.")) for _, method in methods
+        function.__module__.startswith(("cache.policies.", "cache.replay."))
+        for function in functions
     )
-    code = f"{_digest()} {parts}" if is_built_in else f"own {len(_KINDS)}"
+    places = [(each.__module__, each.__code__.co_firstlineno) for each in functions]
+    code = hashlib.sha256(f"{_digest()} {parts} {places}".encode()).hexdigest()
+    code = code if is_built_in else f"own {len(_KINDS)}"
     key = f"{'.'.join([name, *(part.partition(':')[0] for part in parts)])}: {code}"
     self_type = type(name, (_Self,), {})
     numba.extending.register_model(self_type)(_Model)
@@ -238,6 +242,12 @@ def _register(name: str, methods: tuple, fields: tuple) -> str:
 
 
 _OPTIONAL = dict.fromkeys(("look_up", "tell", "miss"), lambda self, _argument: None)
+
+
+def _with_closure(function: Callable) -> list[Callable]:
+    """``function``, and the functions that it closes over."""
+    held = [cell.cell_contents for cell in function.__closure__ or ()]
+    return [function, *(f for g in held if inspect.isfunction(g) for f in _with_closure(g))]
 
 
 @functools.cache

@@ -212,6 +212,17 @@ def test_a_policy_object_starts_anew_each_time(policy):
     assert first == second == fresh.hit_blocks
 
 
+@pytest.mark.parametrize("base", ["fifo", "mru"])
+def test_classes_of_one_name_share_no_code(base):
+    trace = cache.make_workload("rag", seed=1, num_requests=60)
+    own, built_in = (
+        cache.simulate(trace, policy=policy, capacity_blocks=50)
+        for policy in (type("Own", (POLICIES[base],), {})(), base)
+    )
+    assert own.compiled
+    assert own.hits.tolist() == built_in.hits.tolist()
+
+
 LIBCACHESIM = {
     "lru": "LRU", "fifo": "FIFO", "lfu": "LFU", "belady": "Belady", "slru": "SLRU",
     "lru_k": "LRUK", "two_q": "TwoQ", "arc": "ARC", "s3fifo": "S3FIFO", "sieve": "Sieve",
