@@ -30,11 +30,11 @@ A full block can be found from the call that gives its last token a slot, if its
 then, and otherwise from the next call about the sequence.
 
 A call that raises changes nothing, with two exceptions.  A sliding window of ``vllm_v1`` gives its
-blocks back before it raises OutOfBlocks.  And a change that is interrupted cannot be undone: by an
-error of the policy in another method than ``tell``, ``look_up`` and ``expect``, or by a
-KeyboardInterrupt.  Every further call about a sequence or cached content then raises
-InterruptedChange, which names the error.  A KeyboardInterrupt at the very end of a call may come
-after its change is complete.
+blocks back before it raises OutOfBlocks.  And a change cannot be undone if it is interrupted, by a
+KeyboardInterrupt or by an error in a method of the policy other than ``tell``, ``look_up`` and
+``expect``.  Then every further call about a sequence or cached content raises InterruptedChange,
+which names the error.  A KeyboardInterrupt at the end of a call may come after its change is
+complete.
 
 ``copies`` are valid until the next call that changes the manager.  Run them in order, before any K
 or V is written.  Copies for a sequence that is freed first need not be run.
@@ -90,7 +90,7 @@ class InterruptedChange(RuntimeError):
 
 
 class _Change:
-    """Encloses a change of ``manager``, which is inconsistent while ``interruption`` is set."""
+    """Context of a change of ``manager``: keeps the error that interrupts it."""
 
     def __init__(self, manager: CacheManager) -> None:
         self._manager = manager
@@ -250,7 +250,7 @@ class CacheManager(abc.ABC):
         )
 
     def expect(self, place: tuple[int, ...], seq: Sequence | None = None) -> None:  # noqa: B027
-        """Announce to the policy that ``seq`` waits at ``place`` of a line; None: it has left.
+        """Tell the policy that ``seq`` waits at queue position ``place``.  None: it left the queue.
 
         Only designs that find blocks by their hashes in a pool do so, and only if the policy
         defines ``expect``.

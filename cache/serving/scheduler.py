@@ -7,19 +7,19 @@ arrival ("priority"), running ones first:
   If blocks run out, the last running sequence of the order is preempted.
 * Then waiting sequences are admitted while blocks, token budget and sequence budget last, but not
   in a step that preempted one.  No waiting sequence overtakes another: a prompt that does not fit
-  yet waits at the head of the line.
+  yet waits at the head of the queue.
 
 So the first running sequence can always take the blocks it needs, up to the whole cache.  Every
-step computes tokens of it or brings one back, so there is no livelock.  With "fcfs" each request
-ends, too.  With "priority" a request ends if only finitely many of smaller priority arrive.  A
-waiting request preempts none, except beams that wait for other beams behind it: it waits until
-running ones end or preempt each other.
+step computes tokens of it or brings a sequence back, so there is no livelock.  With "fcfs" every
+request ends.  With "priority" a request ends if only finitely many of smaller priority arrive.  A
+waiting request does not preempt running ones.  The exception is when all running sequences are
+beams that wait for other beams behind it in the queue.
 
 With ``prefill_first`` a step computes either prompts or decoded tokens: no sequence decodes while a
 prompt can be computed.  That is the order of Nano-vLLM and of vLLM's first engine; budgets and
 chunks stay the same in both modes, which differs from Nano-vLLM (docs/deviations.md).
 
-A preempted sequence returns to its place in the line.  *Recompute* drops its K/V and computes them
+A preempted sequence returns to its position in the queue.  *Recompute* drops its K/V and computes them
 again, the generated tokens' included.  *Swap* copies them to host memory and back (Kwon et al.,
 2023, section 4.5); if host memory is full, they are recomputed.
 """
@@ -134,7 +134,7 @@ class Scheduler:
         return longest if self.chunked_prefill else min(longest, self.max_num_batched_tokens)
 
     def add(self, seq: ScheduledSequence) -> None:
-        """Put a new sequence in line."""
+        """Put a sequence into the waiting queue."""
         self.manager.expect(seq.order, seq)
         self.waiting.push(seq, *seq.order)
 
@@ -226,7 +226,7 @@ class Scheduler:
         return budget
 
     def _preempt(self, seq: ScheduledSequence, step: Step) -> None:
-        """Return ``seq`` to its place in the line, and swap out its K/V if host memory has room."""
+        """Return ``seq`` to the queue, and swap out its K/V if host memory has room."""
         stats = seq.request.stats
         num_blocks = -(-seq.num_computed_tokens // self.manager.block_size)
         if 0 < num_blocks <= len(self.free_host_blocks):
