@@ -19,9 +19,9 @@ With ``prefill_first`` a step computes either prompts or decoded tokens: no sequ
 prompt can be computed.  That is the order of Nano-vLLM and of vLLM's first engine; budgets and
 chunks stay the same in both modes, which differs from Nano-vLLM (docs/deviations.md).
 
-A preempted sequence returns to its position in the queue.  *Recompute* drops its K/V and computes them
-again, the generated tokens' included.  *Swap* copies them to host memory and back (Kwon et al.,
-2023, section 4.5); if host memory is full, they are recomputed.
+A preempted sequence returns to its position in the queue.  *Recompute* drops its K/V and computes
+them again, the generated tokens' included.  *Swap* copies them to host memory and back (Kwon et
+al., 2023, section 4.5); if host memory is full, they are recomputed.
 """
 
 from __future__ import annotations
