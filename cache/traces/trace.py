@@ -76,9 +76,9 @@ class Trace:
     """Request ``i`` has ``block_ids[offsets[i]:offsets[i + 1]]``; ``(num_requests + 1,)`` int64."""
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Further facts of the requests, ``(num_requests,)`` float64 or text (``StringDType``, of which
-    each value takes its own length); NaN or "": unknown.  A
-    coding agent's have ``session``, ``agent`` (0: the main one), ``stop`` (``tool_use`` or
-    ``end_turn``), ``think_time`` (ms since the end of its previous answer), ``tool_tokens`` and
+    each value takes its own length); NaN or "": unknown.  Integers that float64 would round are
+    texts.  A coding agent's have ``session``, ``agent`` (0: the main one), ``stop`` (``tool_use``
+    or ``end_turn``), ``think_time`` (ms since the end of its previous answer), ``tool_tokens`` and
     ``system_tokens`` (at the head of the prompt)."""
 
     @classmethod
@@ -350,7 +350,7 @@ def collected(
                 ids.extend(hash_ids)
             except OverflowError:  # beyond 64 bits
                 ids = [*ids[: ends[-1]], *hash_ids]
-            for column, value in further[0].items() if further else ():
+            for column, value in dict(*further).items():
                 values = known[column]
                 values += [None] * (len(places) - len(values))
                 values.append(_known(column, value))
@@ -384,7 +384,10 @@ def collected(
 
 
 def _known(column: str, value: float | str | None) -> float | str | None:
-    """``value``, None for NaN; ValueError unless it is a finite number or a text of Unicode."""
+    """``value``, None for NaN, text for an integer that float64 would round.
+
+    ValueError unless it is a finite number or a text of Unicode.
+    """
     if isinstance(value, numbers.Real):
         is_valid = value != value or abs(value) <= sys.float_info.max
     else:
@@ -392,6 +395,8 @@ def _known(column: str, value: float | str | None) -> float | str | None:
     if not is_valid or _SURROGATE.search(column):
         value = reprlib.repr(value)
         raise ValueError(f"{column!r}: needs a finite number or a Unicode text, got {value}")
+    if isinstance(value, numbers.Integral) and int(float(value)) != value:
+        return str(value)
     return value if value == value else None
 
 

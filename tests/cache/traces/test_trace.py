@@ -132,6 +132,14 @@ def test_further_numbers_and_texts_of_requests_are_columns(tmp_path):
     assert trace_of([0], [1]).digest != trace.digest
 
 
+def test_integers_that_float64_would_round_are_texts(tmp_path):
+    large = [2**60, 2**60 + 1, 2**60 + 1]
+    path = written(tmp_path, json_lines(*(record(session=session) for session in large)))
+    trace = load_trace(path)
+    assert trace.columns["session"].tolist() == [*map(str, large)]
+    assert trace.request_facts[:, 5].tolist() == [1, 0, 1]
+
+
 def test_hash_ids_may_be_any_integers(tmp_path):
     ids = [-1, 2**64 + 3, 0, 2**200]
     lines = json_lines(record(hash_ids=ids), record(hash_ids=ids[:2]))
