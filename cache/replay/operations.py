@@ -229,7 +229,7 @@ def _register(name: str, methods: tuple, fields: tuple) -> str:
     key = f"{'.'.join([name, *(part.partition(':')[0] for part in parts)])}: {code}"
     self_type = type(name, (_Self,), {})
     numba.extending.register_model(self_type)(_Model)
-    options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "forceinline": True}
     for method_name, method in (_OPTIONAL | dict(methods)).items():
 
         def choose(*_arguments, method=method):
