@@ -91,8 +91,13 @@ class LeadingEngine:
 
     def add(self, prompt_token_ids: Sequence[int], params: SamplingParams, *keys: object) -> int:
         prompt_token_ids = self._engine.check(prompt_token_ids, params, *keys[:1])
-        self.workers.call("add", prompt_token_ids, params, *keys)
-        return self._engine.add(prompt_token_ids, params, *keys)
+        request_id = self._engine.add(prompt_token_ids, params, *keys)
+        try:
+            self.workers.call("add", prompt_token_ids, params, *keys)
+        except BaseException:
+            self._engine.abort(request_id)
+            raise
+        return request_id
 
     def reset_prefix_cache(self) -> bool:
         done = self._engine.reset_prefix_cache()
