@@ -200,7 +200,7 @@ def _prompts(generator: np.random.Generator, pool_blocks: int) -> Iterator[list[
 
 
 def _named(rows: style.DataFrame) -> style.DataFrame:
-    """The rows with a ``name`` for each implementation: vllm_v1 (sha256) arc."""
+    """The rows with a ``name`` for each implementation: vllm_v1 (xxh3_128) sieve."""
     names = rows["implementation"]
     for column, shape in (("version", " {}"), ("hash_algorithm", " ({})"), ("policy", " {}")):
         if column in rows:
@@ -224,8 +224,8 @@ def table(rows: style.DataFrame) -> style.DataFrame:
 
 
 def draw(rows: style.DataFrame) -> style.Figure:
-    """The cycle by size of the pool, and its phases in the largest pool."""
-    rows = _named(rows)
+    """The cycle with ``lru`` by size of the pool, and its phases in the largest pool."""
+    rows = _named(rows[rows["policy"] == "lru"])
     figure, (left, right), _ = style.panel_grid(2, height=2.4, width=3.5)
     cycles = rows[rows["phase"] == "cycle"]
     for name, line in style.lines_of(cycles["name"].unique()).items():

@@ -154,6 +154,6 @@ def draw(rows: style.DataFrame) -> style.Figure:
         by_policy = of_trace.pivot(index="policy", columns="implementation").reindex(lines)
         fastest, median, slowest = (1 / by_policy[column] for column in ("us_p20", "us", "us_p80"))
         style.bars(axis, median, _LOOKS, errors=(median - slowest, fastest - median))
-        axis.set_xticks(range(len(names)), names)
+        axis.set_xticks(range(len(names)), names, rotation=90)
         axis.set(title=trace)
     return style.shared_legend(figure, spare, ylabel="million block references/s")
