@@ -157,12 +157,11 @@ def _pointer(builder, self, self_type: _Self, name: str):
 
 
 @numba.extending.lower_getattr_generic(_Self)
-def _(context, builder, self_type, self, name):
+def _(_context, builder, self_type, self, name):
     value, of = builder.load(_pointer(builder, self, self_type, name)), self_type.attributes[name]
     if isinstance(of, types.Array):  # without an owner, whose references would be counted
-        array = context.make_array(of)(context, builder, value)
-        array.meminfo = cgutils.get_null_value(array.meminfo.type)
-        value = array._getvalue()
+        owner = value.type.elements[0]
+        value = builder.insert_value(value, cgutils.get_null_value(owner), 0)
     return value
 
 
