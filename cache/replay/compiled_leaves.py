@@ -17,7 +17,6 @@ from cache.policies.base import EvictionPolicy, Request
 from cache.policies.lazy_heap import LazyHeap
 from cache.policies.leaves import LeafPolicy
 from cache.policies.random import Bag
-from cache.policies.workload_aware import WorkloadAware
 from cache.replay.compiled_random import bag
 from cache.replay.operations import Operations, _Self
 from cache.traces.trace import Trace
@@ -64,8 +63,7 @@ def operations_of(policy: LeafPolicy, trace: Trace, capacity: int) -> Operations
     for base in reversed(type(policy).__mro__):
         if issubclass(base, LeafPolicy):
             methods |= {n: f for n, f in vars(base).items() if inspect.isfunction(f)}
-    methods |= _METHODS | (_OF_CATEGORIES if isinstance(policy, WorkloadAware) else {})
-    return Operations(policy.name, methods, state)
+    return Operations(policy.name, methods | _METHODS, state)
 
 
 def _no_links(count: int) -> np.ndarray:
@@ -217,6 +215,11 @@ def _children(self, block):
     return found
 
 
+def _first_of_category(self, turn):
+    priority, block = self._leaves_of.first(turn)
+    return block if priority < np.inf else -1
+
+
 _METHODS = {"insert": insert, "evict": evict, "_give_up": _give_up, "_children": _children}
 _METHODS |= {
     "pin": LeafPolicy._pin,
@@ -228,15 +231,6 @@ _METHODS |= {
     "_content": lambda self, block: block,
     "_num_nodes": lambda self: self._capacity,
     "_next_victim": lambda self: self.policy.evict(),
-}
-
-
-def _first_of_category(self, turn):
-    priority, block = self._leaves_of.first(turn)
-    return block if priority < np.inf else -1
-
-
-_OF_CATEGORIES = {
     "_first_of": _first_of_category,
     "_enter": lambda self, turn, block, time: self._leaves_of.push(block, time, 0.0, turn),
     "_leave": lambda self, turn, block: self._leaves_of.remove(block, turn),
