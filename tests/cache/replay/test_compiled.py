@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import numba
 import pytest
 
@@ -36,3 +39,12 @@ def test_a_built_in_policy_is_compiled_once_and_again_when_code_changes(
     assert kept == files
     indices = [*tmp_path.rglob("*.nbi")]  # none is written for two policies at once
     assert len(indices) == 2 * (module != "own")
+
+
+@pytest.mark.parametrize("file", ["policies/classes.py", "policies/lru.py", "replay/operations.py"])
+def test_a_change_of_any_file_changes_the_code_that_is_kept(file, tmp_path, monkeypatch):
+    shutil.copytree(Path(cache.__file__).parent, tmp_path / "cache")
+    monkeypatch.setattr(cache, "__file__", str(tmp_path / "cache/__init__.py"))
+    before = operations._digest.__wrapped__()
+    (tmp_path / "cache" / file).open("a").write("#")
+    assert operations._digest.__wrapped__() != before == operations._digest()
