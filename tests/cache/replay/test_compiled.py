@@ -43,8 +43,9 @@ def test_a_built_in_policy_is_compiled_once_and_again_when_code_changes(
 
 @pytest.mark.parametrize("file", ["policies/classes.py", "policies/lru.py", "replay/operations.py"])
 def test_a_change_of_any_file_changes_the_code_that_is_kept(file, tmp_path, monkeypatch):
-    shutil.copytree(Path(cache.__file__).parent, tmp_path / "cache")
-    monkeypatch.setattr(cache, "__file__", str(tmp_path / "cache/__init__.py"))
-    before = operations._digest.__wrapped__()
-    (tmp_path / "cache" / file).open("a").write("#")
-    assert operations._digest.__wrapped__() != before == operations._digest()
+    before, copied = operations._digest.__wrapped__(), tmp_path / "cache"
+    shutil.copytree(Path(cache.__file__).parent, copied)
+    monkeypatch.setattr(cache, "__file__", str(copied / "__init__.py"))
+    assert operations._digest.__wrapped__() == before
+    (copied / file).write_bytes((copied / file).read_bytes() + b"#")
+    assert operations._digest.__wrapped__() != before
