@@ -27,6 +27,7 @@ model: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 docs: $(INSTALLED)
 	$(BIN)/python -m pdoc kernels cache models -o docs/api

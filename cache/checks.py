@@ -32,17 +32,17 @@ def as_int(name: str, value: int) -> int:
     return number
 
 
-def at_least(least: int, name: str, value: int, most: float = MAX_SIZE) -> int:
-    """``value`` as an int; ValueError, with the argument's name, unless it is >= ``least``.
+def at_least(minimum: int, name: str, value: int, maximum: float = MAX_SIZE) -> int:
+    """``value`` as an int; ValueError, with the argument's name, unless it is >= ``minimum``.
 
-    An int above ``most`` is a ValueError too.
+    An int above ``maximum`` is a ValueError too.
     """
     try:
         number = as_int(name, value)
     except ValueError:
-        number = least - 1
-    if not least <= number <= most:
-        bound = f"at least {least}" if number < least else f"at most {most}"
+        number = minimum - 1
+    if not minimum <= number <= maximum:
+        bound = f"at least {minimum}" if number < minimum else f"at most {maximum}"
         raise ValueError(f"{name}={shown(value)}: needs an int of {bound}")
     return number
 

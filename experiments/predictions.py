@@ -165,7 +165,7 @@ def _predict_engine(card: str) -> list[dict[str, Any]]:
     from cache.serving import open_loop
     from experiments import gpu_times
     from experiments.engine import nano_vllm_requests
-    from experiments.load.gpu_clock import HONEST, GpuClock
+    from experiments.load.gpu_clock import CLOCK_DISCLAIMER, GpuClock
 
     if card not in gpu_times.read(gpu_times.TABLES["cards"])["card"].to_list():
         return []
@@ -178,7 +178,9 @@ def _predict_engine(card: str) -> list[dict[str, Any]]:
         run = open_loop.serve(engine, prompts, outputs, [0.0] * len(prompts), service=clock)
         seconds.append(run.seconds)
     band = dict(zip(("low", "predicted", "high"), seconds, strict=True))
-    return [{"name": _BENCH, "unit": "s", **band, "basis": f"{HONEST} Host time: 0, 1, 2 ms."}]
+    return [
+        {"name": _BENCH, "unit": "s", **band, "basis": f"{CLOCK_DISCLAIMER} Host time: 0, 1, 2 ms."}
+    ]
 
 
 @functools.cache

@@ -25,7 +25,7 @@ import numpy as np
 from cache.serving.scheduler import Step
 from experiments import quantiles, serving, style
 from experiments.harness import Axis, Count, Experiment, Natural, Options, Positive, grid
-from experiments.load.gpu_clock import HONEST, GpuClock
+from experiments.load.gpu_clock import CLOCK_DISCLAIMER, GpuClock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,10 @@ def cells(options: Preemption) -> Iterator[Cost | Served]:
 
 def run_cell(cell: Cost | Served) -> list[dict[str, Any]]:
     rows = _cost(cell) if isinstance(cell, Cost) else _served(cell)
-    return [{**row, **cell.columns("block_size", "transfer_us"), "basis": HONEST} for row in rows]
+    return [
+        {**row, **cell.columns("block_size", "transfer_us"), "basis": CLOCK_DISCLAIMER}
+        for row in rows
+    ]
 
 
 def _clock(cell: Cost | Served, host_ms: int) -> GpuClock:

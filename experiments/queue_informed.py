@@ -73,7 +73,9 @@ def run_cell(cell: QueueInformedEviction) -> list[dict[str, Any]]:
     )
     if told == "all":
         for index in range(trace.num_requests):
-            manager.expect((0, index, index), cache.Sequence(index, prompt_token_ids(trace, index)))
+            manager.on_queued(
+                (0, index, index), cache.Sequence(index, prompt_token_ids(trace, index))
+            )
     seconds = (trace.timestamps_ms[-1] - trace.timestamps_ms[0]) / 1000
     computed = seconds * _SERVICE.prefill_tokens_per_second
     unscaled = float(trace.input_lengths.sum()) / computed

@@ -51,7 +51,7 @@ from experiments.harness import (
     grid,
     one_of,
 )
-from experiments.load.gpu_clock import HONEST, GpuClock
+from experiments.load.gpu_clock import CLOCK_DISCLAIMER, GpuClock
 from experiments.load.workloads import LONGEST, PAPER_LENGTHS, draw_lengths
 
 SYSTEMS = {
@@ -176,7 +176,7 @@ def columns_of(run: open_loop.Run, clock: GpuClock, outputs_each: int = 1) -> di
         "mean_output_tokens": float(np.mean([r.max_tokens for r in run.requests])),
         "cached_prompt_fraction": run.cached_prompt_fraction,
         "cache_slots": clock.block_size * num_blocks(clock),
-        "basis": HONEST,
+        "basis": CLOCK_DISCLAIMER,
     }
 
 
@@ -292,13 +292,13 @@ def draw(rows: style.DataFrame) -> style.Figure:
         axis.set_xscale("log")
         style.plain_log_ticks(axis.xaxis)
         style.plain_log_ticks(axis.yaxis)
-    notes = f"The card: an A100 of 80 GB, scaled by bandwidth to 40 GB. {HONEST}"
+    notes = f"The card: an A100 of 80 GB, scaled by bandwidth to 40 GB. {CLOCK_DISCLAIMER}"
     return style.shared_legend(
         figure, columns=4, xlabel=noted(figure, "request rate (requests/s); a line a draw", notes)
     )
 
 
-def noted(figure: style.Figure, label: str, notes: str = HONEST) -> str:
+def noted(figure: style.Figure, label: str, notes: str = CLOCK_DISCLAIMER) -> str:
     """A label above the notes, in lines as wide as ``figure``."""
     return f"{label}\n{textwrap.fill(notes, int(13 * figure.get_figwidth()))}".strip()
 

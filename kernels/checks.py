@@ -190,7 +190,7 @@ def same_dtype(name: str) -> Callable[[dict[str, torch.dtype]], Dtypes]:
     return lambda dtypes: (dtypes[name],)
 
 
-def beside_cache(dtypes: dict[str, torch.dtype]) -> Dtypes:
+def query_dtypes(dtypes: dict[str, torch.dtype]) -> Dtypes:
     """For `Arg.dtypes`, of queries and new keys: the cache's own dtype, any with an fp8 cache."""
     return FLOAT_DTYPES if dtypes["k_cache"] == FP8_DTYPE else (dtypes["k_cache"],)
 
@@ -266,7 +266,7 @@ def attention_spec(rows: str, *args: Arg, rules: tuple[Rule, ...] = ()) -> Tenso
     return TensorSpec(
         *kv_cache_args(),
         *SCALE_ARGS,
-        Arg("q", q_dims, beside_cache),
+        Arg("q", q_dims, query_dtypes),
         Arg("out", q_dims, lambda dtypes: (dtypes["q"], *FP32), optional=True, written=True),
         *args,
         ALIBI_ARG,
@@ -282,7 +282,7 @@ def store_spec(*args: Arg, rules: tuple[Rule, ...] = ()) -> TensorSpec:
     return TensorSpec(
         *kv_cache_args(written=True),
         *SCALE_ARGS,
-        Arg("key", rows, beside_cache),
+        Arg("key", rows, query_dtypes),
         Arg("value", rows, same_dtype("key")),
         Arg("slot_mapping", "num_slots", INTEGERS),
         *args,

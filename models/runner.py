@@ -228,8 +228,8 @@ def _token_ids(
     tokens, unread = array("I"), []
     for seq, count, end in zip(sequences, counts.tolist(), ends.tolist(), strict=True):
         tokens += seq.token_ids[end - count : end]
-        if seq.drawn_row is not None:
-            unread.append((len(tokens) - 1, seq.drawn_row))
+        if seq.pending_row is not None:
+            unread.append((len(tokens) - 1, seq.pending_row))
     token_ids = np.frombuffer(tokens, dtype=np.uint32).astype(np.int64)
     return token_ids, np.array(unread, dtype=np.int64).reshape(-1, 2).T
 

@@ -91,7 +91,7 @@ class Sampler:
         ]
         return Drawn(self(logits, params, seeds))
 
-    def likeliest(
+    def topk_logprobs(
         self, logits: torch.Tensor, row: int, seq: ScheduledSequence, count: int
     ) -> list[tuple[float, int]]:
         """The ``count`` likeliest next tokens of a sequence, at most all, as (log p, token) in

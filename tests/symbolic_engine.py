@@ -35,9 +35,9 @@ class SymbolicDrawn:
 def known_tokens(seq: ScheduledSequence, step: Step) -> list[int]:
     """Tokens of a sequence, with its unread token from the last step's samples."""
     tokens = seq.token_ids.tolist()
-    if seq.drawn_row is not None:
+    if seq.pending_row is not None:
         assert not step.drawn.is_read
-        tokens[-1] = step.drawn.tokens[seq.drawn_row]
+        tokens[-1] = step.drawn.tokens[seq.pending_row]
     return tokens
 
 
@@ -159,7 +159,7 @@ class SymbolicSampler:
             tokens.append(-1 if self.is_nan(seq) else scores.index(max(scores)))
         return SymbolicDrawn(tokens)
 
-    def likeliest(self, logits, row: int, seq, count: int) -> list[tuple[float, int]]:
+    def topk_logprobs(self, logits, row: int, seq, count: int) -> list[tuple[float, int]]:
         if self.is_nan(seq):
             return []
         total = math.log(sum(map(math.exp, logits[row])))

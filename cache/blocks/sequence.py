@@ -45,8 +45,8 @@ class Sequence:
             scheduled step.
         table_version: rises whenever the block table may have changed, so that data derived from
             the table can be kept until then.
-        hints: ``calls_tool`` and ``ends_session`` of the policies' ``Request``, as far as its owner
-            says them; told to the policy when the sequence has finished.
+        hints: ``calls_tool`` and ``ends_session`` of the policies' ``RequestInfo``, as far as its
+            owner says them; told to the policy when the sequence has finished.
         keyed_length: no block that begins at or after this position has extra keys.
         hash_chains: digests of the full blocks by (algorithm, block size), maintained by
             :class:`cache.blocks.hashing.BlockHasher`.

@@ -32,7 +32,7 @@ then, and otherwise from the next call about the sequence.
 A call that raises changes nothing, with two exceptions.  A sliding window of ``vllm_v1`` gives its
 blocks back before it raises OutOfBlocks.  And a change cannot be undone if it is interrupted, by a
 KeyboardInterrupt or by an error in a method of the policy other than ``tell``, ``look_up`` and
-``expect``.  Then every further call about a sequence or cached content raises InterruptedChange,
+``on_queued``.  Then every further call about a sequence or cached content raises InterruptedChange,
 which names the error.  A KeyboardInterrupt at the end of a call may come after its change is
 complete.
 
@@ -54,7 +54,7 @@ from typing import Any, ClassVar, NamedTuple
 from cache.blocks.memory_usage import MemoryUsage
 from cache.blocks.sequence import Sequence
 from cache.checks import as_int, at_least, require, true_or_false
-from cache.policies.base import Request
+from cache.policies.base import RequestInfo
 
 Copies = list[tuple[int, int]]
 """(source block, destination block) pairs."""
@@ -143,7 +143,7 @@ class CacheStats:
 MIDDLE = "an interrupt"
 """``interruption`` while a change is made."""
 
-GIVEN_BACK = -1
+FREED = -1
 """Replaces a block id in a table when the block is behind the sliding window of later queries."""
 
 
@@ -153,7 +153,7 @@ class Hit(NamedTuple):
     blocks: Items[int] = ()
     num_tokens: int = 0
     """Tokens whose K/V are in ``blocks``."""
-    where: Any = None
+    match: Any = None
     """Private to the design."""
     version: int = 0
     """State of the manager in which it was found."""
@@ -174,7 +174,7 @@ class Table:
     blocks: Items[int] = field(default_factory=list)
     is_swapped_out: bool = False
     """True if the blocks are in host memory."""
-    room: int = 0
+    no_alloc_until: int = 0
     """Up to this number of tokens ``append`` changes nothing but the count.  Set by ``_extend``."""
     num_lookahead_tokens: int = 0
     """Slots that the next ``_extend`` is to give beyond the last token."""
@@ -221,7 +221,7 @@ class CacheManager(abc.ABC):
     interruption: str
     """The error that interrupted a change; empty while the state is consistent."""
 
-    _listener: Callable[[Request], None] | None = None
+    _listener: Callable[[RequestInfo], None] | None = None
     """The policy's ``tell``; None if the policy does not override it."""
 
     _table_class: ClassVar[type[Table]] = Table
@@ -249,11 +249,11 @@ class CacheManager(abc.ABC):
             f"num_free_blocks={self.num_free_blocks}, num_sequences={len(self._tables)})"
         )
 
-    def expect(self, place: tuple[int, ...], seq: Sequence | None = None) -> None:  # noqa: B027
-        """Tell the policy that ``seq`` waits at queue position ``place``.  None: it left the queue.
+    def on_queued(self, position: tuple[int, ...], seq: Sequence | None = None) -> None:  # noqa: B027
+        """Tell the policy that ``seq`` waits at queue ``position``.  None: it left the queue.
 
         Only designs that find blocks by their hashes in a pool do so, and only if the policy
-        defines ``expect``.
+        defines ``on_queued``.
         """
 
     def find(self, seq: Sequence, limit: int | None = None) -> Hit:
@@ -268,9 +268,9 @@ class CacheManager(abc.ABC):
         longest = self._most_hits(seq)
         if limit is not None:
             longest = min(longest, at_least(0, "limit", limit))
-        blocks, where = self._match(seq, longest)
+        blocks, match = self._match(seq, longest)
         num_tokens = len(blocks) * self.block_size
-        return Hit(blocks, num_tokens, where, self._version, seq, self)
+        return Hit(blocks, num_tokens, match, self._version, seq, self)
 
     def _most_hits(self, seq: Sequence) -> int:
         """Most blocks that a hit of ``seq`` can have."""
@@ -360,7 +360,7 @@ class CacheManager(abc.ABC):
                 f"append: end={end} for sequence {seq.seq_id!r}, but {start} of its {num_tokens} "
                 "tokens have a slot; append a token to the sequence first"
             )
-        if end <= table.room and owner is seq:
+        if end <= table.no_alloc_until and owner is seq:
             seq.num_computed_tokens = end
             return []
         return self._grow(table, seq, start, end)
@@ -473,7 +473,7 @@ class CacheManager(abc.ABC):
     def block_table(self, seq: Sequence) -> list[int]:
         """The block ids of ``seq`` in the order of its tokens; a copy.
 
-        GIVEN_BACK replaces blocks behind a sliding window.
+        FREED replaces blocks behind a sliding window.
         """
         return list(self._table_of(seq).blocks)
 
@@ -534,7 +534,7 @@ class CacheManager(abc.ABC):
         for table in self._tables.values():
             num_tokens = 0 if table.is_swapped_out else table.seq.num_computed_tokens
             for block in table.blocks if num_tokens else ():
-                if block != GIVEN_BACK:
+                if block != FREED:
                     filled[block] = max(filled.get(block, 0), min(self.block_size, num_tokens))
                 num_tokens = max(0, num_tokens - self.block_size)
         used, taken = sum(filled.values()), len(filled) * self.block_size
@@ -549,7 +549,7 @@ class CacheManager(abc.ABC):
         require(not self.interruption, f"a change was interrupted by {self.interruption}")
         for seq_id, table in self._tables.items():
             blocks, stored = table.blocks, table.seq.num_computed_tokens
-            held = [block for block in blocks if block != GIVEN_BACK]
+            held = [block for block in blocks if block != FREED]
             require(
                 len(set(held)) == len(held) and len(blocks) >= self._num_blocks_for(stored),
                 f"{seq_id!r}: table {blocks} for {stored} tokens",
@@ -599,7 +599,7 @@ class CacheManager(abc.ABC):
             time_ms = 1000 * self.clock() if self.clock else math.nan
             prompt = seq.num_prompt_tokens
             blocks = prompt // self.block_size
-            self._listener(Request(time_ms, prompt, output_tokens, blocks, *hints))
+            self._listener(RequestInfo(time_ms, prompt, output_tokens, blocks, *hints))
 
     @abc.abstractmethod
     def _extend(self, table: Any, start: int, end: int) -> Copies:
@@ -618,7 +618,7 @@ class CacheManager(abc.ABC):
         return self._extend(table, 0, end)
 
     def _match(self, seq: Sequence, limit: int) -> tuple[Items[int], Any]:
-        """The longest cached prefix of ``seq`` of at most ``limit`` blocks, and ``Hit.where``."""
+        """The longest cached prefix of ``seq`` of at most ``limit`` blocks, and ``Hit.match``."""
         return (), None
 
     def _num_idle(self, hit: Hit) -> int:

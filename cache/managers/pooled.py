@@ -12,7 +12,7 @@ from cache.blocks.hashing import BlockHasher, collision_free_hasher
 from cache.blocks.pool import BlockPool, OutOfBlocks, check_free
 from cache.blocks.sequence import Sequence
 from cache.checks import require, true_or_false
-from cache.managers.base import GIVEN_BACK, MIDDLE, CacheManager, Copies, Hit, Table
+from cache.managers.base import FREED, MIDDLE, CacheManager, Copies, Hit, Table
 from cache.policies import as_policy
 from cache.policies.base import EvictionPolicy, listener
 
@@ -23,7 +23,7 @@ class PooledTable(Table):
 
     Attributes:
         num_cached_blocks: leading blocks that can be found by their hash.
-        num_given_back: leading blocks that are GIVEN_BACK.
+        num_given_back: leading blocks that are FREED.
     """
 
     num_cached_blocks: int = 0
@@ -75,9 +75,9 @@ class PooledManager(CacheManager):
     def num_free_blocks(self) -> int:
         return self.pool.num_free_blocks
 
-    def expect(self, place: tuple[int, ...], seq: Sequence | None = None) -> None:
-        if type(self.pool.policy).expect is not EvictionPolicy.expect:
-            self.pool.policy.expect(place, self._hasher.block_hashes(seq)[:] if seq else ())
+    def on_queued(self, position: tuple[int, ...], seq: Sequence | None = None) -> None:
+        if type(self.pool.policy).on_queued is not EvictionPolicy.on_queued:
+            self.pool.policy.on_queued(position, self._hasher.block_hashes(seq)[:] if seq else ())
 
     def check_invariants(self) -> None:
         super().check_invariants()
@@ -106,10 +106,10 @@ class PooledManager(CacheManager):
             )
 
     def _num_idle(self, hit: Hit) -> int:
-        return self.pool.num_revived([block for block in hit.blocks if block != GIVEN_BACK])
+        return self.pool.num_revived([block for block in hit.blocks if block != FREED])
 
     def _begin(self, table: PooledTable, hit: Hit, end: int) -> Copies:
-        num_hits, num_given_back = len(hit.blocks), hit.blocks.count(GIVEN_BACK)  # these come first
+        num_hits, num_given_back = len(hit.blocks), hit.blocks.count(FREED)  # these come first
         held = hit.blocks[num_given_back:]
         needed = self._num_blocks_of(table, 0, end + table.num_lookahead_tokens)
         needed -= num_hits - self.pool.num_revived(held)

@@ -119,7 +119,7 @@ class Radix(CacheManager):
         return match.blocks, match
 
     def _num_idle(self, hit: Hit) -> int:
-        return self.tree.num_unlocked(hit.where) if hit.blocks else 0
+        return self.tree.num_unlocked(hit.match) if hit.blocks else 0
 
     def _begin(self, table: _Table, hit: Hit, end: int) -> Copies:
         check_free(
@@ -130,7 +130,7 @@ class Radix(CacheManager):
         table.num_prompt_tokens = len(table.seq.token_ids)
         table.node = self.tree.root
         if hit.blocks:
-            table.node = self.tree.lock(hit.where)  # before anything is evicted
+            table.node = self.tree.lock(hit.match)  # before anything is evicted
             table.blocks, table.num_in_tree = hit.blocks[:], len(hit.blocks)
         return self._extend(table, hit.num_tokens, end)
 

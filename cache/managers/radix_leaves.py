@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from cache.blocks.hashing import xxh3_128_digest
-from cache.policies.base import UNKNOWN_REQUEST, EvictionPolicy, Request, check_victims
+from cache.policies.base import UNKNOWN_REQUEST, EvictionPolicy, RequestInfo, check_victims
 from cache.policies.lazy_heap import LazyHeap
 from cache.policies.priority import BlockHistory, PriorityPolicy
 
@@ -63,7 +63,7 @@ class RankedLeaves:
         self._clock = 0.0
         self._request = UNKNOWN_REQUEST
 
-    def tell(self, request: Request) -> None:
+    def tell(self, request: RequestInfo) -> None:
         self._request = request
 
     def insert(self, node: RadixNode, is_new: bool) -> None:

@@ -20,7 +20,7 @@ from cache.blocks.hashing import encode_extra_keys
 from cache.blocks.sequence import Sequence
 from cache.checks import require
 from cache.managers.radix_leaves import RadixNode, make_leaves
-from cache.policies.base import EvictionPolicy, Request
+from cache.policies.base import EvictionPolicy, RequestInfo
 
 _TOKEN_BYTES = 4
 
@@ -111,7 +111,7 @@ class RadixTree:
             nodes += node.children.values()
         return nodes
 
-    def tell(self, request: Request) -> None:
+    def tell(self, request: RequestInfo) -> None:
         """Notify the policy that the next calls are for ``request``."""
         self.leaves.tell(request)
 

@@ -6,7 +6,7 @@ from cache.blocks.events import Event
 from cache.blocks.pool import check_free
 from cache.blocks.sequence import Sequence
 from cache.checks import at_least, true_or_false
-from cache.managers.base import GIVEN_BACK, MIDDLE, Copies, InterruptedChange
+from cache.managers.base import FREED, MIDDLE, Copies, InterruptedChange
 from cache.managers.pooled import PooledManager, PooledTable
 from cache.policies.base import EvictionPolicy
 
@@ -26,7 +26,7 @@ class VLLMv1(PooledManager):
     * Tables only grow.  Two sequences that compute the same block side by side keep both copies.
     * ``sliding_window``: the largest window of the model's layers, in tokens, the query included.
       A sequence that grows first gives back the blocks behind the window of its next query, then
-      takes new ones.  GIVEN_BACK replaces them in its table.  Like vLLM it gives them back even if
+      takes new ones.  FREED replaces them in its table.  Like vLLM it gives them back even if
       the call then raises OutOfBlocks; a raise changes nothing else.  A prefix is cached if the
       blocks in the window of the first new token are cached.
     * ``fork`` shares all stored blocks.  The first append to a shared, partly filled block copies
@@ -89,7 +89,7 @@ class VLLMv1(PooledManager):
         return self._lookup_from_end(hashes), None
 
     def _lookup_from_end(self, hashes: list[bytes]) -> list[int]:
-        """The last cached run of blocks that fills the window, after GIVEN_BACK for the others."""
+        """The last cached run of blocks that fills the window, after FREED for the others."""
         num_seen = -(-(self.sliding_window - 1) // self.block_size)
         blocks: list[int] = []
         for position in reversed(range(len(hashes))):
@@ -97,7 +97,7 @@ class VLLMv1(PooledManager):
             blocks = found + blocks if found else []
             if len(blocks) == max(1, num_seen):
                 num_unseen = position + len(blocks) - num_seen
-                return [GIVEN_BACK] * num_unseen + blocks[:num_seen]
+                return [FREED] * num_unseen + blocks[:num_seen]
         return blocks
 
     def _extend(self, table: PooledTable, start: int, end: int) -> Copies:
@@ -125,7 +125,7 @@ class VLLMv1(PooledManager):
             room = (table.num_cached_blocks + 1) * size - 1
             table.seq.table_version += len(blocks) > length
         if self.sliding_window is None:
-            table.room = room
+            table.no_alloc_until = room
         return copies
 
     def _num_unseen(self, start: int) -> int:
@@ -140,7 +140,7 @@ class VLLMv1(PooledManager):
                 self._fill(table, 0, start)  # caches a block whose last token was unknown until now
                 self.interruption = MIDDLE
                 self.pool.free(table.blocks[first:end])
-                table.blocks[first:end] = [GIVEN_BACK] * (end - first)
+                table.blocks[first:end] = [FREED] * (end - first)
                 table.num_given_back = end
                 table.seq.table_version += 1
 
@@ -160,7 +160,7 @@ class VLLMv1(PooledManager):
         copy.blocks = table.blocks[: -(-table.seq.num_computed_tokens // self.block_size)]
         copy.num_cached_blocks = table.num_cached_blocks
         copy.num_given_back = table.num_given_back
-        table.room = 0  # the next append may have to copy the last block
+        table.no_alloc_until = 0  # the next append may have to copy the last block
         self.pool.share(copy.blocks[copy.num_given_back :])
 
     def _forget(self) -> None:

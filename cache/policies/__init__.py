@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from cache.policies.arc import ARC
-from cache.policies.base import EvictionPolicy, Request
+from cache.policies.base import EvictionPolicy, RequestInfo
 from cache.policies.belady import Belady
 from cache.policies.classes import ClassPolicy
 from cache.policies.fifo import FIFO
@@ -144,7 +144,7 @@ __all__ = [
     "PriorityPolicy",
     "QueueInformed",
     "QueuePolicy",
-    "Request",
+    "RequestInfo",
     "Retained",
     "Safeguarded",
     "WrappingPolicy",

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from cache.traces.trace import Trace
 
 
-class Request(NamedTuple):
+class RequestInfo(NamedTuple):
     """Facts about a request.  NaN: not known (yet)."""
 
     time_ms: float
@@ -49,7 +49,7 @@ class Request(NamedTuple):
     """1 if no request of its session follows, 0 if one does; known from the release on."""
 
 
-UNKNOWN_REQUEST = Request(math.nan, math.nan, math.nan, math.nan)
+UNKNOWN_REQUEST = RequestInfo(math.nan, math.nan, math.nan, math.nan)
 
 
 class EvictionPolicy(abc.ABC):
@@ -75,7 +75,7 @@ class EvictionPolicy(abc.ABC):
         need it, and they raise ValueError without it.
         """
 
-    def tell(self, request: Request) -> None:  # noqa: B027
+    def tell(self, request: RequestInfo) -> None:  # noqa: B027
         """The next calls are about ``request``.
 
         Called before the first miss or eviction for a request, and again before the release of its
@@ -89,7 +89,7 @@ class EvictionPolicy(abc.ABC):
         request pins, misses or evicts anything.  All call it but ``radix``.
         """
 
-    def expect(self, place: tuple[int, ...], keys: Sequence[Hashable]) -> None:  # noqa: B027
+    def on_queued(self, position: tuple[int, ...], keys: Sequence[Hashable]) -> None:  # noqa: B027
         """The request at ``place`` of the waiting line will ask for ``keys``; no keys: it left.
 
         Optional; places compare in the order of the line.  A scheduler on ``nano_vllm`` or
@@ -169,7 +169,7 @@ class EvictionPolicy(abc.ABC):
         return next_use
 
 
-def listener(policy: EvictionPolicy) -> Callable[[Request], None] | None:
+def listener(policy: EvictionPolicy) -> Callable[[RequestInfo], None] | None:
     """``policy.tell``; None if the policy does not override it."""
     return None if type(policy).tell is EvictionPolicy.tell else policy.tell
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cache.policies.base import UNKNOWN_REQUEST, EvictionPolicy, Request
+from cache.policies.base import UNKNOWN_REQUEST, EvictionPolicy, RequestInfo
 from cache.policies.lazy_heap import LazyHeap
 from cache.policies.queues import GhostList, num_ghosts
 
@@ -83,7 +83,7 @@ class ClassPolicy(EvictionPolicy):
 
     @staticmethod
     @abc.abstractmethod
-    def classify(uses: int, is_end: bool, idle_ms: float, request: Request) -> int:
+    def classify(uses: int, is_end: bool, idle_ms: float, request: RequestInfo) -> int:
         """The class, from 0, of a block that ``request`` releases.
 
         ``uses`` counts its releases, this one included.  ``is_end``: it is the deepest block of the
@@ -119,7 +119,7 @@ class ClassPolicy(EvictionPolicy):
         self._request = UNKNOWN_REQUEST
         self._now = 0.0
 
-    def tell(self, request: Request) -> None:
+    def tell(self, request: RequestInfo) -> None:
         self._request = request
         if request.time_ms > self._now:
             self._now = request.time_ms

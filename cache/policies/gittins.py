@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from cache.policies.base import Request
+from cache.policies.base import RequestInfo
 from cache.policies.classes import BIN_WIDTHS, NUM_BINS, ClassPolicy, bits
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Gittins(ClassPolicy):
     num_classes = math.prod(_SHAPE)
 
     @staticmethod
-    def classify(uses: int, is_end: bool, idle_ms: float, request: Request) -> int:
+    def classify(uses: int, is_end: bool, idle_ms: float, request: RequestInfo) -> int:
         kind = 0 if is_end and uses == 1 else min(bits(uses), _SHAPE[0] - 1)
         length = min(max(bits(request.output_tokens) - 3, 0) // 2, _SHAPE[1] - 1)  # from 16 on
         idle = 0 if math.isnan(idle_ms) else 1 + min(max(bits(idle_ms) - 13, 0) // 2, _SHAPE[2] - 2)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cache.policies.base import UNKNOWN_REQUEST, EvictionPolicy, Request
+from cache.policies.base import UNKNOWN_REQUEST, EvictionPolicy, RequestInfo
 from cache.policies.lazy_heap import LazyHeap
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class LeafPolicy(EvictionPolicy):
 
         return operations_of(self, trace, capacity)
 
-    def tell(self, request: Request) -> None:
+    def tell(self, request: RequestInfo) -> None:
         self._request = request
         if request.time_ms > self._now:
             self._now = request.time_ms

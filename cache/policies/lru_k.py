@@ -19,7 +19,7 @@ class LRUK(PriorityPolicy):
     name = "lru_k"
 
     def __init__(self, k: int = 2) -> None:
-        self.k = self.memory_size = at_least(1, "k", k, most=256)
+        self.k = self.memory_size = at_least(1, "k", k, maximum=256)
 
     @staticmethod
     def priority(block: BlockHistory) -> float:

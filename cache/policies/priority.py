@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, MutableSeque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from cache.policies.base import UNKNOWN_REQUEST, EvictionPolicy, Request
+from cache.policies.base import UNKNOWN_REQUEST, EvictionPolicy, RequestInfo
 from cache.policies.lazy_heap import LazyHeap
 from cache.policies.queues import GhostList, num_ghosts
 
@@ -57,7 +57,7 @@ class BlockHistory(NamedTuple):
     """``accesses``, plus those before the eviction if the ghost is remembered."""
     interval: float = math.nan
     """Time since the release before this one, a ghost's included; NaN: there is none."""
-    request: Request = UNKNOWN_REQUEST
+    request: RequestInfo = UNKNOWN_REQUEST
     """The request that releases the block."""
     memory: MutableSequence[float] = ()
     """``memory_size`` numbers that ``priority`` may change; zeros when the content comes in."""
@@ -175,7 +175,7 @@ class PriorityPolicy(EvictionPolicy):
         self._time = 0
         self._clock = 0.0
 
-    def tell(self, request: Request) -> None:
+    def tell(self, request: RequestInfo) -> None:
         self._request = request
 
     def insert(self, block: int, key: Hashable, parent: Hashable | None, depth: int) -> None:

@@ -20,9 +20,9 @@ class QueueInformed(WrappingPolicy):
     """``policy``, but what waiting requests ask for goes last (vLLM, RFC 48485).
 
     Victims that ``policy`` chooses are spared while a waiting request asks for their content.  If
-    nothing else is left, the block goes whose first such request is last in the line, and of one
+    nothing else is left, the block goes whose first such request is last in the queue, and of one
     request the deepest.  The RFC looks at the first ``max_num_seqs`` requests and falls back to
-    LRU; here the whole line counts.  Without ``expect`` it is ``policy``.
+    LRU; here the whole queue counts.  Without ``on_queued`` it is ``policy``.
 
     ``policy`` is a name (``options`` are its options) or an object.
     """
@@ -33,23 +33,23 @@ class QueueInformed(WrappingPolicy):
         super().start(capacity, next_use)
         self._contents: dict[int, tuple[Hashable, Hashable | None, int]] = {}
         self._released: set[int] = set()  # the blocks of ``policy``
-        self._line: dict[tuple[int, ...], Sequence[Hashable]] = {}
-        self._wanted: dict[Hashable, list[tuple[int, ...]]] = {}  # key to places, sorted
+        self._queue: dict[tuple[int, ...], Sequence[Hashable]] = {}
+        self._wanted: dict[Hashable, list[tuple[int, ...]]] = {}  # key to positions, sorted
         self._spared = LazyHeap()  # blocks taken from ``policy``, wanted last first
         self._spared_block: dict[Hashable, int] = {}
 
-    def expect(self, place: tuple[int, ...], keys: Sequence[Hashable]) -> None:
-        super().expect(place, keys)
-        for key in self._line.pop(place, ()):
-            places = self._wanted[key]
-            del places[bisect.bisect_left(places, place)]
-            if not places:
+    def on_queued(self, position: tuple[int, ...], keys: Sequence[Hashable]) -> None:
+        super().on_queued(position, keys)
+        for key in self._queue.pop(position, ()):
+            positions = self._wanted[key]
+            del positions[bisect.bisect_left(positions, position)]
+            if not positions:
                 del self._wanted[key]
             self._rank_again(key)
         if keys:
-            self._line[place] = keys
+            self._queue[position] = keys
         for key in keys:
-            bisect.insort(self._wanted.setdefault(key, []), place)
+            bisect.insort(self._wanted.setdefault(key, []), position)
             self._rank_again(key)
 
     def _rank_again(self, key: Hashable) -> None:
@@ -60,8 +60,8 @@ class QueueInformed(WrappingPolicy):
     def _spare(self, block: int) -> None:
         key, _, depth = self._contents[block]
         self._spared_block[key] = block
-        place = self._wanted[key][0] if key in self._wanted else (math.inf,)
-        self._spared.push(block, *(-number for number in place), -depth)
+        position = self._wanted[key][0] if key in self._wanted else (math.inf,)
+        self._spared.push(block, *(-number for number in position), -depth)
 
     def insert(self, block: int, key: Hashable, parent: Hashable | None, depth: int) -> None:
         super().insert(block, key, parent, depth)

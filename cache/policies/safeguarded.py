@@ -6,7 +6,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 
-from cache.policies.base import EvictionPolicy, Request, wrong_victim
+from cache.policies.base import EvictionPolicy, RequestInfo, wrong_victim
 from cache.policies.leaves import LeafPolicy
 from cache.policies.wrapping import WrappingPolicy
 
@@ -51,7 +51,7 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
 
     insert = LeafPolicy.insert
 
-    def tell(self, request: Request) -> None:
+    def tell(self, request: RequestInfo) -> None:
         self.policy.tell(request)
 
     def look_up(self, keys: Sequence[Hashable]) -> None:

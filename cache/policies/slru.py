@@ -19,7 +19,7 @@ class SLRU(QueuePolicy):
     name = "slru"
 
     def __init__(self, segments: int = 4) -> None:
-        self.segments = at_least(1, "segments", segments, most=256)
+        self.segments = at_least(1, "segments", segments, maximum=256)
 
     def _reset(self) -> None:
         self._queues = [Queue() for _ in range(self.segments)]

@@ -27,7 +27,7 @@ class WorkloadAware(LeafPolicy):
     name = "workload_aware"
 
     def __init__(self, max_turn: int = 8) -> None:
-        self.max_turn = at_least(1, "max_turn", max_turn, most=256)
+        self.max_turn = at_least(1, "max_turn", max_turn, maximum=256)
 
     def _reset(self) -> None:
         # By category: releases, returns, the sum of the times until these, leaves by last access.

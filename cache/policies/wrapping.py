@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 
-from cache.policies.base import EvictionPolicy, Request
+from cache.policies.base import EvictionPolicy, RequestInfo
 
 
 class WrappingPolicy(EvictionPolicy):
@@ -24,15 +24,15 @@ class WrappingPolicy(EvictionPolicy):
         super().start(capacity, next_use)
         self.policy.start(capacity, next_use)
 
-    def tell(self, request: Request) -> None:
+    def tell(self, request: RequestInfo) -> None:
         super().tell(request)
         self.policy.tell(request)
 
     def look_up(self, keys: Sequence[Hashable]) -> None:
         self.policy.look_up(keys)
 
-    def expect(self, place: tuple[int, ...], keys: Sequence[Hashable]) -> None:
-        self.policy.expect(place, keys)
+    def on_queued(self, position: tuple[int, ...], keys: Sequence[Hashable]) -> None:
+        self.policy.on_queued(position, keys)
 
     def miss(self, key: Hashable) -> None:
         self.policy.miss(key)

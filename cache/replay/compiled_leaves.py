@@ -13,7 +13,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from cache.policies.base import EvictionPolicy, Request
+from cache.policies.base import EvictionPolicy, RequestInfo
 from cache.policies.lazy_heap import LazyHeap
 from cache.policies.leaves import LeafPolicy
 from cache.policies.random import Bag
@@ -53,7 +53,7 @@ def operations_of(policy: LeafPolicy, trace: Trace, capacity: int) -> Operations
             return _heaps(num_blocks, len(value)) if is_heaps else np.array(value, float)
         return value
 
-    known = EvictionPolicy, LazyHeap, OrderedDict, Bag, list, int, float, Request
+    known = EvictionPolicy, LazyHeap, OrderedDict, Bag, list, int, float, RequestInfo
     attributes = {n: v for n, v in vars(policy).items() if isinstance(v, known) and n != "seed"}
     state = {name: converted(value) for name, value in attributes.items()}
     if any(value is None for value in state.values()):

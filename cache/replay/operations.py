@@ -31,7 +31,7 @@ from numba.core.typing.templates import AttributeTemplate
 from numba.extending import infer_getattr, models
 
 import cache
-from cache.policies.base import EvictionPolicy, Request
+from cache.policies.base import EvictionPolicy, RequestInfo
 from cache.traces.trace import Trace
 
 
@@ -98,14 +98,14 @@ def _compile(key: str) -> Callable:
             start = offsets[request]
             blocks = block_ids[start : min(offsets[request + 1], start + capacity)]
             row = request_facts[request]
-            facts = Request(row[0], row[1], row[2], row[3], row[4], row[5])
+            facts = RequestInfo(row[0], row[1], row[2], row[3], row[4], row[5])
             policy.look_up(blocks)
             while hits[request] < len(blocks) and resident[blocks[hits[request]]]:
                 hits[request] += 1
             for block in blocks:
                 if resident[block]:
                     policy.pin(block)
-            policy.tell(Request(facts[0], facts[1], math.nan, facts[3], math.nan, math.nan))
+            policy.tell(RequestInfo(facts[0], facts[1], math.nan, facts[3], math.nan, math.nan))
             for depth in range(hits[request], len(blocks)):
                 block = blocks[depth]
                 if resident[block]:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from cache.checks import at_least
 from cache.policies import EvictionPolicy, as_policy
-from cache.policies.base import Request, wrong_victim
+from cache.policies.base import RequestInfo, wrong_victim
 from cache.traces.trace import Trace, load_trace
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def simulate(
     option, a priority that is not a number, or a trace without block ids; RuntimeError for a policy
     that evicts what it must not; TraceError for a file that cannot be read.
     """
-    capacity_blocks = at_least(1, "capacity_blocks", capacity_blocks, most=2**63 - 1)
+    capacity_blocks = at_least(1, "capacity_blocks", capacity_blocks, maximum=2**63 - 1)
     if not isinstance(counted, slice) or counted.step not in (None, 1):
         raise ValueError(f"counted={counted!r}: needs a slice of requests without a step")
     policy = as_policy(policy, **options)
@@ -171,8 +171,8 @@ def _replay_in_python(trace: Trace, policy: EvictionPolicy, capacity: int):
                 missing.append(depth)
         hits[request] = missing[0] if missing else len(blocks)
         if tell is not None:
-            facts = Request(*request_facts[request])
-            tell(Request(facts.time_ms, facts.prompt_tokens, math.nan, facts.prompt_blocks))
+            facts = RequestInfo(*request_facts[request])
+            tell(RequestInfo(facts.time_ms, facts.prompt_tokens, math.nan, facts.prompt_blocks))
         in_use = set(blocks) if len(resident) + len(missing) > capacity else ()
         for depth in missing:
             block = blocks[depth]

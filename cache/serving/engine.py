@@ -53,7 +53,7 @@ class Sampler(Protocol):
         rows: the row of ``logits`` for each sequence.
         """
 
-    def likeliest(
+    def topk_logprobs(
         self, logits: Any, row: int, seq: ScheduledSequence, count: int
     ) -> list[tuple[float, int]]:
         """The ``count`` likeliest next tokens (or all, if fewer), as (log p, token).
@@ -302,7 +302,7 @@ class Engine:
             search = seq.request.search if has_beams else None
             if search is not None:
                 try:
-                    best = self.sampler.likeliest(logits, row, seq, search.num_candidates)
+                    best = self.sampler.topk_logprobs(logits, row, seq, search.num_candidates)
                     if not best:
                         raise _NotFinite(seq)
                     search.observe(seq, best)

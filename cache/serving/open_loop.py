@@ -157,7 +157,7 @@ class NoModel:
     def draw(self, logits: None, rows: list[int], sequences: list[ScheduledSequence]) -> _Tokens:
         return _Tokens(_LAST_TOKEN_ID - seq.request.request_id for seq in sequences)
 
-    def likeliest(
+    def topk_logprobs(
         self, logits: None, row: int, seq: ScheduledSequence, count: int
     ) -> list[tuple[float, int]]:
         rest, shares = 1.0, []

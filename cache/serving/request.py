@@ -45,7 +45,7 @@ class ScheduledSequence(Sequence):
         request: the request.
         index: which of its outputs.
         order: (priority, request, sequence); the lowest goes first wherever sequences compete.
-        drawn_row: row of its unknown token among the tokens of the last step; None without one.
+        pending_row: row of its unknown token among the tokens of the last step; None without one.
         block_row: for the runner: a ``table_version`` and the block table of that version.
         num_pending_forks: sequences that fork from this one when its prompt is computed.
         host_blocks: host blocks that hold K/V of its first ``num_host_tokens`` tokens.
@@ -69,7 +69,7 @@ class ScheduledSequence(Sequence):
         self.order = (request.priority, request.request_id, seq_id)
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
-        self.drawn_row: int | None = None
+        self.pending_row: int | None = None
         self.block_row: tuple[int, np.ndarray | None] = (-1, None)
         self.num_pending_forks = 0
         self.host_blocks: list[int] = []
@@ -92,16 +92,16 @@ class ScheduledSequence(Sequence):
         """Most tokens it may have, prompt included."""
         return self.num_prompt_tokens + self.request.max_tokens
 
-    def append_unknown(self, drawn_row: int) -> None:
+    def append_unknown(self, pending_row: int) -> None:
         """Add a token that was sampled but not read yet."""
         self.append_token(0)
-        self.num_unknown_tokens, self.drawn_row = 1, drawn_row
+        self.num_unknown_tokens, self.pending_row = 1, pending_row
 
     def drop_unknown(self) -> None:
         """Remove the unknown token, if there is one."""
         if self.num_unknown_tokens:
             self.token_ids.pop()
-            self.num_unknown_tokens, self.drawn_row = 0, None
+            self.num_unknown_tokens, self.pending_row = 0, None
 
     def fork(self, seq_id: int) -> ScheduledSequence:
         """A copy with the same tokens, in no queue and with nothing in host memory."""

@@ -63,7 +63,7 @@ class Step:
     """Sequences that cannot be computed, and why; the caller ends their requests."""
     drawn: Any = None
     """Sampled tokens of the step before, if they are not read yet.  They include the last token of
-    each sequence with a ``drawn_row``."""
+    each sequence with a ``pending_row``."""
 
     @property
     def num_tokens(self) -> int:
@@ -135,7 +135,7 @@ class Scheduler:
 
     def add(self, seq: ScheduledSequence) -> None:
         """Put a sequence into the waiting queue."""
-        self.manager.expect(seq.order, seq)
+        self.manager.on_queued(seq.order, seq)
         self.waiting.push(seq, *seq.order)
 
     def withdraw(self, seq: ScheduledSequence) -> None:
@@ -143,7 +143,7 @@ class Scheduler:
         if seq in self.waiting:
             self.waiting.remove(seq)
         with contextlib.suppress(Exception):  # of the policy
-            self.manager.expect(seq.order)
+            self.manager.on_queued(seq.order)
 
     def fork(self, parent: ScheduledSequence, child: ScheduledSequence) -> None:
         """Let ``child``, a fork of the running ``parent``, share its blocks and run beside it."""
@@ -160,7 +160,7 @@ class Scheduler:
             self.manager.free(seq)  # first: the policy may raise
             self.running.remove(seq)
         elif seq.status is Status.WAITING:
-            self.manager.expect(seq.order)
+            self.manager.on_queued(seq.order)
             self.waiting.remove(seq)
             if seq.host_blocks:
                 self._drop_host_copy(seq)
@@ -179,7 +179,7 @@ class Scheduler:
             raise InterruptedChange(self.manager.interruption)
         step = Step()
         if self.prefill_first:
-            self._admit_waiting(step, self._schedule_running(step, least=2))
+            self._admit_waiting(step, self._schedule_running(step, minimum=2))
         if not step.sequences and not step.admitted:
             budget = self._schedule_running(step)
             if not self.prefill_first:
@@ -196,16 +196,16 @@ class Scheduler:
             self._preempt(self.running.pop(), step)
         return step
 
-    def _schedule_running(self, step: Step, least: int = 1) -> int:
+    def _schedule_running(self, step: Step, minimum: int = 1) -> int:
         """Schedule the running sequences; returns the rest of the token budget.
 
-        least: skip sequences that lack fewer tokens; 2 for prompts that have begun.
+        minimum: skip sequences that lack fewer tokens; 2 for prompts that have begun.
         """
         append, budget = self.manager.append, self.max_num_batched_tokens
         sequences, counts, copies = step.sequences, step.counts, step.copies
         for seq in self.running:  # a preemption shortens this list at its end
             count, end = len(seq.token_ids) - seq.num_computed_tokens, None
-            if count < least:
+            if count < minimum:
                 continue
             if count > budget:
                 if not budget:
@@ -256,7 +256,7 @@ class Scheduler:
             if count is None:
                 break
             self.waiting.pop()
-            self.manager.expect(seq.order)
+            self.manager.on_queued(seq.order)
             seq.status = Status.RUNNING
             bisect.insort(self.running, seq, key=attrgetter("order"))
             step.admitted.append(seq)

@@ -158,7 +158,7 @@ class Trace:
 
     @cached_property
     def request_facts(self) -> np.ndarray:
-        """The policies' ``Request`` of each request, ``(num_requests, 6)`` float64.
+        """The policies' ``RequestInfo`` of each request, ``(num_requests, 6)`` float64.
 
         Hints are from ``stop`` and ``session`` in ``columns``; NaN where these are not known.
         """

@@ -43,7 +43,7 @@ from cache.checks import at_least, finite
 from cache.serving.scheduler import Step
 from experiments import gpu_times
 
-HONEST = (
+CLOCK_DISCLAIMER = (
     "Scheduling, allocation, eviction and preemption are the project's own code; time is the sum "
     "of operator times that others measured, interpolated, plus an assumed host time."
 )

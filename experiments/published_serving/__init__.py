@@ -24,7 +24,7 @@ from cache.serving import open_loop
 from experiments import gpu_times, serving, style
 from experiments.engine import nano_vllm_requests
 from experiments.harness import Axis, Experiment, Options, one_of
-from experiments.load.gpu_clock import HONEST, GpuClock
+from experiments.load.gpu_clock import CLOCK_DISCLAIMER, GpuClock
 
 _CASES = """
     lambda_a100_10 lambda_h100_10 lambda_h100_320 prompts_h100 bench_8b bench_70b vllm_16937
@@ -52,7 +52,7 @@ def run_cell(cell: PublishedServing) -> list[dict[str, Any]]:
         growth = modelled / later if about["unit"] == _PER_SECOND else later / modelled
         point = {"x": x, "batch": batch, "published": published, "modelled": modelled}
         error = {"error": modelled / published - 1, "growth_per_host_ms": growth - 1}
-        rows.append({**about, **point, **error, "basis": HONEST})
+        rows.append({**about, **point, **error, "basis": CLOCK_DISCLAIMER})
     return rows
 
 

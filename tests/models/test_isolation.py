@@ -175,7 +175,7 @@ PLAIN, BEAMS = SamplingParams(n=2, max_tokens=9), SamplingParams(beam_width=2, m
 FAULTS = {
     "hashing": ("manager.find", PLAIN, lambda seq: is_ours(seq)),
     "sampling": ("sampler.draw", PLAIN, lambda logits, rows, seqs: any(map(is_ours, seqs))),
-    "scores": ("sampler.likeliest", BEAMS, lambda logits, row, seq, count: is_ours(seq)),
+    "scores": ("sampler.topk_logprobs", BEAMS, lambda logits, row, seq, count: is_ours(seq)),
     "logprobs": ("sampler.logprobs", SamplingParams(logprobs=7), lambda *_: _[-1] == 7),
     "text behind logprobs": (
         "_text_of", SamplingParams(logprobs=1, stop="x"), lambda seq: is_ours(seq) and seq.text

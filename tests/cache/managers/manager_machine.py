@@ -26,7 +26,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from manager_helpers import state_of
 
 from cache import AllocStatus, OutOfBlocks, Sequence
-from cache.managers.base import GIVEN_BACK
+from cache.managers.base import FREED
 
 TOKENS = st.integers(0, 1)
 BLOCK_SIZES = st.sampled_from([1, 2, 3, 4, 16])
@@ -167,7 +167,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def give_back(self, live: Live) -> None:
         """The manager has taken back the blocks behind the window, before anything else."""
         blocks = self.behind_window(live)
-        live.table = [GIVEN_BACK if block in blocks else block for block in live.table]
+        live.table = [FREED if block in blocks else block for block in live.table]
         self.observe_given_back(blocks)
 
     def attempt(self, live: Live, end: int, call):
@@ -385,7 +385,7 @@ class ManagerMachine(RuleBasedStateMachine):
             (live.table[position // size], position % size)
             for live in self.live.values()
             for position in range(live.stored)
-            if live.table[position // size] != GIVEN_BACK
+            if live.table[position // size] != FREED
         }
         assert (usage.used, usage.internal) == (len(stored), len(blocks) * size - len(stored))
         assert (usage.reserved, usage.external) == (0, 0)
@@ -445,4 +445,4 @@ class CachingMachine(ManagerMachine):
 
 def held(table: list[int]) -> list[int]:
     """The blocks of a table that its sequence holds."""
-    return [block for block in table if block != GIVEN_BACK]
+    return [block for block in table if block != FREED]

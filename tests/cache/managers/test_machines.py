@@ -14,7 +14,7 @@ from manager_machine import CachingMachine, Live, ManagerMachine, held
 from cache import AllocStatus
 from cache.blocks.buddy import OutOfRuns
 from cache.blocks.events import AllBlocksCleared, BlockRemoved
-from cache.managers.base import GIVEN_BACK
+from cache.managers.base import FREED
 
 
 class PagedMachine(ManagerMachine):
@@ -91,7 +91,7 @@ class VLLMv1Machine(CachingMachine):
         for block, content in zip(
             live.table, self.full_contents(live.seq, live.stored), strict=False
         ):
-            if block != GIVEN_BACK:
+            if block != FREED:
                 self.cached[block] = content
 
     def observe_free(self, live: Live) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cache
-from cache.policies import ClassPolicy, EvictionPolicy, Request, make_policy
+from cache.policies import ClassPolicy, EvictionPolicy, RequestInfo, make_policy
 from cache.policies.gittins import Gittins
 from cache.traces.trace import Trace
 from tests.cache.prefix_traces import prefix_traces, trace_of
@@ -165,7 +165,7 @@ def test_what_is_forgotten_stays_gone_and_begins_anew():
     policy = Rare()
     policy.start(1)
     for at, key in enumerate(["a", "b", "a", "c", "d", "a"]):
-        policy.tell(Request(float(at), 10.0, 1.0, 1.0))
+        policy.tell(RequestInfo(float(at), 10.0, 1.0, 1.0))
         policy.insert(0, key, None, 0)
         policy.release(0)
         policy.evict()
@@ -179,7 +179,7 @@ def test_without_times_a_release_takes_a_second():
     for policy, second in zip(policies, (math.nan, 1000.0), strict=True):
         policy.start(3)
         for at in range(1, 80):
-            policy.tell(Request(second * at, 16, 1, 1))
+            policy.tell(RequestInfo(second * at, 16, 1, 1))
             if at > 3:
                 policy.pin(at % 3)
             else:

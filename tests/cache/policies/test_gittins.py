@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.policies import Request, make_policy
+from cache.policies import RequestInfo, make_policy
 from cache.policies.gittins import Gittins
 
 CLASSES, BINS, GROUP = 160, 32, 20
@@ -67,7 +67,7 @@ def test_classes_are_uses_output_length_and_idle_time(idle_ms, idle):
     policy = make_policy("gittins")
     policy.start(9)
     for at, keys, output in ((0, [1, 2, 3], 4), (idle_ms, [1, 2, 4], 100)):
-        policy.tell(Request(at, 48, output, len(keys)))
+        policy.tell(RequestInfo(at, 48, output, len(keys)))
         for depth, key in enumerate(keys):
             if key in policy._released:
                 policy.pin(key)
@@ -87,5 +87,5 @@ def test_classes_are_uses_output_length_and_idle_time(idle_ms, idle):
      (63, 1023.0, (6, 3)), (64, 1024.0, (7, 4)), (10**6, 1e9, (7, 4)), (1, float("nan"), (1, 0))],
 )  # fmt: skip
 def test_classes_of_uses_and_output_length(uses, output, expected):
-    class_ = Gittins.classify(uses, False, float("nan"), Request(0.0, 1.0, output, 1.0))
+    class_ = Gittins.classify(uses, False, float("nan"), RequestInfo(0.0, 1.0, output, 1.0))
     assert np.unravel_index(class_, (8, 5, 4)) == (*expected, 0)

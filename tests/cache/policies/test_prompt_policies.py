@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cache
-from cache.policies import EvictionPolicy, Request, make_policy
+from cache.policies import EvictionPolicy, RequestInfo, make_policy
 from cache.serving import open_loop
 from tests.cache.prefix_traces import prefix_traces, serve, trace_of
 
@@ -33,7 +33,7 @@ class Pool:
         """One after the other; a block holds a token."""
         for prompt in prompts:
             length = len(prompt)
-            self.policy.tell(Request(at_ms, length, output_tokens, length))
+            self.policy.tell(RequestInfo(at_ms, length, output_tokens, length))
             path = [prompt[: end + 1] for end in range(length)]
             serve(self.policy, self.blocks, path, 100)
         return self
@@ -115,7 +115,7 @@ def test_a_copy_goes_on_as_the_original_and_shares_nothing_with_it(name, copied)
         return [*gone, [policy.evict() for _ in range(len(policy))]]
 
     orders = [[draw.choice(prompts) for _ in range(50)] for _ in range(2)]
-    policy.expect((0, 0), prompts[0])
+    policy.on_queued((0, 0), prompts[0])
     for path in orders[0]:
         serve(policy, pool, path, capacity)
     twin = copied(policy)
@@ -160,13 +160,13 @@ def test_session_end_gives_up_first_what_it_is_told_has_ended():
 def test_queue_informed_spares_what_waits_and_then_gives_up_what_waits_longest():
     policy = make_policy("queue_informed")
     pool = Pool(policy).serve("ab", "cd", "e")
-    policy.expect((0, 0), ["c", "cd"])
-    policy.expect((1, 1), ["a", "x"])
-    policy.expect((2, 2), ["a", "ab"])
+    policy.on_queued((0, 0), ["c", "cd"])
+    policy.on_queued((1, 1), ["a", "x"])
+    policy.on_queued((2, 2), ["a", "ab"])
     assert pool.victims() == ["e", "ab", "a", "cd", "c"]
     assert [policy.evict() for _ in range(2)] == [pool.blocks[name] for name in ("e", "ab")]
-    policy.expect((1, 1), ())  # nobody asks for "x", and "a" moves back in the line
-    policy.expect((0, 0), ())
+    policy.on_queued((1, 1), ())  # nobody asks for "x", and "a" moves back in the line
+    policy.on_queued((0, 0), ())
     assert len(policy) == 3
     assert [pool.blocks[name] for name in ("cd", "c", "a")] == [*policy]
     pool.policy.pin(pool.blocks["cd"])
@@ -250,7 +250,7 @@ def test_workload_aware_learns_which_turn_returns_and_when():
 )
 def test_retention_gives_up_the_least_priority_until_it_expires(ranges, now, expected):
     pool = Pool(make_policy("retention", ranges=ranges)).serve("ab", "xy", at_ms=0)
-    pool.policy.tell(Request(now, 1, 0, 1))
+    pool.policy.tell(RequestInfo(now, 1, 0, 1))
     assert pool.victims() == expected
 
 

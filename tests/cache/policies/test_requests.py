@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import cache
-from cache.policies import Request
+from cache.policies import RequestInfo
 from cache.serving import open_loop
 from tests.cache.prefix_traces import trace_of
 
@@ -14,7 +14,7 @@ from tests.cache.prefix_traces import trace_of
 class Listener(cache.policies.POLICIES["fifo"]):
     def start(self, capacity, next_use=None):
         super().start(capacity, next_use)
-        self.told: list[Request] = []
+        self.told: list[RequestInfo] = []
 
     def tell(self, request):
         self.told.append(request)

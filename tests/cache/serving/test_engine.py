@@ -280,10 +280,10 @@ def test_add_that_raises_adds_nothing(params):
     line, most = {}, 99
 
     class Line(POLICIES["lru"]):
-        def expect(self, place, keys):
-            line[place] = keys
+        def on_queued(self, position, keys):
+            line[position] = keys
             if not keys:
-                del line[place]
+                del line[position]
             if len(line) > most:
                 raise ZeroDivisionError
 
@@ -350,7 +350,7 @@ def test_priorities_as_in_vllm():
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("hook", ["tell", "expect", "release_many"])
+@pytest.mark.parametrize("hook", ["tell", "on_queued", "release_many"])
 def test_a_request_whose_abort_raises_is_not_lost(hook):
     """It goes on, or every step raises."""
     raises, lru = False, POLICIES["lru"]
@@ -360,7 +360,7 @@ def test_a_request_whose_abort_raises_is_not_lost(hook):
 
     engine = make_engine(policy=type("Raising", (lru,), {hook: method})())
     request_id = engine.add(prompt(9), GREEDY)
-    if hook != "expect":
+    if hook != "on_queued":
         engine.step()
     raises = True
     with pytest.raises(ZeroDivisionError):
