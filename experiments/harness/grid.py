@@ -19,24 +19,29 @@ axes have their own class of cells: ``grid(options, Part)`` takes the fields of 
 
 from __future__ import annotations
 
-import functools
 import itertools
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal, TypeVar
-
-try:
-    from tyro.conf import UseAppendAction as Repeated
-except ImportError:  # experiments run without tyro too; their command line does not
-    Repeated = Annotated[TypeVar("T"), None]
-"""``Repeated[Axis[X]]``: an axis whose option takes one value and may be given several times."""
-
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 T = TypeVar("T")
 _AXIS = object()
-Axis = Annotated[tuple[T, ...], _AXIS]
+
+if not TYPE_CHECKING and find_spec("tyro") is None:  # only the command line needs tyro
+    Repeated = Annotated[T, None]
+else:
+    from tyro.conf import UseAppendAction as Repeated
+"""``Repeated[Axis[X]]``: an axis whose option takes one value and may be given several times."""
+
+if TYPE_CHECKING:  # type checkers know no type that is a tuple in options and one value in cells
+    from typing_extensions import TypeAliasType
+
+    Axis = TypeAliasType("Axis", Any, type_params=(T,))
+else:
+    Axis = Annotated[tuple[T, ...], _AXIS]
 """``Axis[X]``: several X in the options, at least one unless none is the default; one in a cell."""
 
 
@@ -149,7 +154,6 @@ def _shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-@functools.cache
 def _hints(cls: type) -> dict[str, Any]:
     """The annotations of the fields of a dataclass, in their order."""
     hints = typing.get_type_hints(cls, include_extras=True)
