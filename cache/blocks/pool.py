@@ -56,7 +56,6 @@ class BlockPool:
         block_hashes: hash of each block's content, None if it cannot be found; read-only to others.
         policy: the eviction policy, which the pool starts and owns.
         events: what was removed and cleared, for a manager that reports it; None otherwise.
-        reports_requests: whether the policy defines ``look_up``.
         counts: ``allocated_blocks``, and how many of them were cached-free (``evicted_blocks``).
     """
 
@@ -78,9 +77,8 @@ class BlockPool:
         self.block_hashes: list[bytes | None] = [None] * num_blocks
         self._holders: dict[bytes, int] = {}  # hash -> the oldest block with this content
         self._duplicates: dict[bytes, list[int]] = {}  # hash -> the younger ones, by age
-        self.reports_requests = type(policy).look_up is not EvictionPolicy.look_up
-        self._reports_misses = type(policy).miss is not EvictionPolicy.miss
-        self._reports_content = type(policy).insert is not EvictionPolicy.insert
+        self._reports_misses = "miss" in policy.hooks
+        self._reports_content = "insert" in policy.hooks
 
     def free_blocks(self) -> Iterator[int]:
         """Blocks without a user, in the order in which they would be taken now."""

@@ -14,7 +14,7 @@ from cache.blocks.sequence import Sequence
 from cache.checks import require, true_or_false
 from cache.managers.base import FREED, MIDDLE, CacheManager, Copies, Hit, Table
 from cache.policies import as_policy
-from cache.policies.base import EvictionPolicy, listener
+from cache.policies.base import EvictionPolicy
 
 
 @dataclass(slots=True, eq=False)
@@ -69,14 +69,14 @@ class PooledManager(CacheManager):
             queue_uncached=true_or_false("queue_uncached", queue_uncached),
         )
         self.pool.counts = self._counts
-        self._listener = listener(self.pool.policy)
+        self._listener = self.pool.policy.tell if "tell" in self.pool.policy.hooks else None
 
     @property
     def num_free_blocks(self) -> int:
         return self.pool.num_free_blocks
 
     def on_queued(self, position: tuple[int, ...], seq: Sequence | None = None) -> None:
-        if type(self.pool.policy).on_queued is not EvictionPolicy.on_queued:
+        if "on_queued" in self.pool.policy.hooks:
             self.pool.policy.on_queued(position, self._hasher.block_hashes(seq)[:] if seq else ())
 
     def check_invariants(self) -> None:
@@ -114,7 +114,7 @@ class PooledManager(CacheManager):
         needed = self._num_blocks_of(table, 0, end + table.num_lookahead_tokens)
         needed -= num_hits - self.pool.num_revived(held)
         check_free(needed, self.pool.num_free_blocks)
-        if self.pool.reports_requests:
+        if "look_up" in self.pool.policy.hooks:
             hashes = self._hasher.block_hashes(table.seq) if self.enable_prefix_caching else ()
             self.pool.policy.look_up(hashes[: self._most_hits(table.seq)])
         if self._listener:

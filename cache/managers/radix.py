@@ -14,7 +14,7 @@ from cache.checks import require
 from cache.managers.base import MIDDLE, CacheManager, Copies, Hit, Table, UnsupportedByDesign
 from cache.managers.radix_tree import Match, RadixKey, RadixNode, RadixTree
 from cache.policies import as_policy
-from cache.policies.base import EvictionPolicy, listener
+from cache.policies.base import EvictionPolicy
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +75,7 @@ class Radix(CacheManager):
                 self.name, f"a hash_algorithm ({hash_algorithm!r}): it compares tokens"
             )
         self.tree = RadixTree(self.block_size, as_policy(policy), self.num_blocks)
-        self._listener = listener(self.tree.policy) and self.tree.tell
+        self._listener = self.tree.tell if "tell" in self.tree.policy.hooks else None
         self._free = array("i", range(self.num_blocks))[::-1]  # a stack
         self._extra_users: Counter[int] = Counter()  # blocks outside the tree shared by forks
 

@@ -24,7 +24,7 @@ from cache.managers.base import (
 )
 from cache.managers.vllm_v0_allocator import BlockAllocator, ContentKey, LRUEvictor
 from cache.policies import as_policy
-from cache.policies.base import EvictionPolicy, listener
+from cache.policies.base import EvictionPolicy
 
 
 @dataclass(slots=True, eq=False)
@@ -122,7 +122,7 @@ class VLLMv0(CacheManager):
             self._window_blocks = -(-window // self.block_size)
         if enable_prefix_caching:
             evictor = LRUEvictor() if policy == "lru" else as_policy(policy)
-            self._listener = listener(evictor)
+            self._listener = evictor.tell if "tell" in evictor.hooks else None
             self.gpu = BlockAllocator(self.num_blocks, evictor)
             self.cpu = BlockAllocator(self.num_cpu_blocks, LRUEvictor())
         elif policy != "lru":

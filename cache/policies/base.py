@@ -61,10 +61,17 @@ class EvictionPolicy(abc.ABC):
     needs_future: bool = False
     """True for offline policies: ``start`` must be given ``next_use``."""
 
+    hooks: frozenset[str] = frozenset()
+    """The optional methods that a class defines.  Owners of blocks need not call the other ones."""
+
     def __init_subclass__(cls, **options) -> None:
         super().__init_subclass__(**options)
         if "name" not in vars(cls):
             cls.name = cls.__name__
+        optional = ("tell", "look_up", "on_queued", "miss", "insert", "remove")
+        cls.hooks = frozenset(
+            name for name in optional if getattr(cls, name) is not getattr(EvictionPolicy, name)
+        )
 
     @abc.abstractmethod
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
@@ -167,11 +174,6 @@ class EvictionPolicy(abc.ABC):
                 "or start it with next_use=a function from block to time of next use"
             )
         return next_use
-
-
-def listener(policy: EvictionPolicy) -> Callable[[RequestInfo], None] | None:
-    """``policy.tell``; None if the policy does not override it."""
-    return None if type(policy).tell is EvictionPolicy.tell else policy.tell
 
 
 def check_victims(

@@ -37,7 +37,7 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
         super().__init__(policy, **options)
         if not 0 <= budget < math.inf:
             raise ValueError(f"budget must be finite and not negative, got {budget}")
-        if type(self.policy).remove is EvictionPolicy.remove:
+        if "remove" not in self.policy.hooks:
             raise ValueError(f"policy {self.policy.name!r} does not define remove(block)")
         self.budget = float(budget)
 

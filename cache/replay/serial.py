@@ -152,8 +152,8 @@ def _replay_in_python(trace: Trace, policy: EvictionPolicy, capacity: int):
         ).tolist()
     policy.start(capacity, next_use.__getitem__ if policy.needs_future else None)
     insert, pin, release_many = policy.insert, policy.pin, policy.release_many
-    miss = policy.miss if type(policy).miss is not EvictionPolicy.miss else None
-    tell = policy.tell if type(policy).tell is not EvictionPolicy.tell else None
+    miss = policy.miss if "miss" in policy.hooks else None
+    tell = policy.tell if "tell" in policy.hooks else None
 
     request_facts = trace.request_facts.tolist()
     resident: set[int] = set()
