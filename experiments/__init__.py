@@ -11,3 +11,8 @@ style        the look of figures; quantiles: repeated measurements in them
 
 ``cli.py`` is the command line.
 """
+
+from pathlib import Path
+
+TRACES = Path(__file__).with_name("traces")
+"""Folder of the request traces in the repository, also in an installed wheel."""

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 import cache
+from experiments import TRACES
 from experiments.harness import Axis, Count, InputFile, Options, Repeated
 
 
@@ -78,7 +79,7 @@ def draw_lengths(rng: np.random.Generator, count: int, like: str) -> tuple[list[
 
 Source = TraceFile | Workload
 
-REAL_TRACES = tuple(sorted((Path(__file__).parents[1] / "traces").glob("*.jsonl.zst")))
+REAL_TRACES = tuple(sorted(TRACES.glob("*.jsonl.zst")))
 """The traces in the repository; all have block ids."""
 
 
