@@ -91,7 +91,7 @@ def _tensors(num_planes: int) -> TensorSpec:
     return TensorSpec(first, *others, PAIRS_ARG)
 
 
-@inplace_op("planes")
+@inplace_op("planes", remembers=False)
 def _copy_blocks(planes: list[torch.Tensor], src_to_dst: torch.Tensor) -> None:
     """`copy_blocks` on one tensor of six dimensions, or on [k_0, v_0, k_1, v_1, ...] of four."""
     first = planes[0]

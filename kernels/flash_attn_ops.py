@@ -125,7 +125,7 @@ def _heads_first(lse: torch.Tensor) -> torch.Tensor:
     return lse.transpose(-1, -2).contiguous()
 
 
-@functional_op(fake=_fake)
+@functional_op(fake=_fake, remembers=False)
 def flash_attn_varlen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
@@ -198,7 +198,7 @@ def _append(
         )
 
 
-@functional_op(fake=_fake, mutates_args=("k_cache", "v_cache"))
+@functional_op(fake=_fake, mutates_args=("k_cache", "v_cache"), remembers=False)
 def flash_attn_kvcache(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
     k: torch.Tensor | None, v: torch.Tensor | None,

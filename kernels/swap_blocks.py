@@ -125,7 +125,7 @@ def adjacent_parts(
     ]
 
 
-@inplace_op("dst_cache")
+@inplace_op("dst_cache", remembers=False)
 def swap_blocks(src_cache: torch.Tensor, dst_cache: torch.Tensor, src_to_dst: torch.Tensor) -> None:
     """Copy whole blocks between a cache on a GPU and one in pinned host memory.
 

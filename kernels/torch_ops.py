@@ -28,7 +28,7 @@ from itertools import chain
 import torch
 
 from kernels.fp8_cache import Scale
-from kernels.launch import Remembered
+from kernels.launch import remembered
 
 _library = torch.library.Library("pagelab", "DEF")
 
@@ -68,10 +68,10 @@ def _register(
     return call if scales else operator
 
 
-def _on_its_gpu(launch: Callable) -> Callable:
+def _on_its_gpu(launch: Callable, remembers: bool) -> Callable:
     """Make the GPU of the tensors current, as Triton launches on the current device, and remember
-    calls. Values in host memory are checked every time."""
-    remembered = Remembered(launch)
+    calls if so asked. Values in host memory are checked every time."""
+    on_gpu = remembered(launch) if remembers else launch
 
     @functools.wraps(launch)
     def launch_there(*args, **kwargs):
@@ -79,8 +79,8 @@ def _on_its_gpu(launch: Callable) -> Callable:
             if not getattr(arg, "is_cpu", True):  # the first tensor that is not in host memory
                 if arg.is_cuda and (gpu := arg.get_device()) != torch.cuda.current_device():
                     with torch.cuda.device(gpu):
-                        return remembered(*args, **kwargs)
-                return remembered(*args, **kwargs)
+                        return on_gpu(*args, **kwargs)
+                return on_gpu(*args, **kwargs)
         return launch(*args, **kwargs)
 
     return launch_there
@@ -99,12 +99,12 @@ def _traced_or_eager(launch: Callable, traced: Callable) -> Callable:
 
 
 def functional_op(
-    fake: Callable, mutates_args: tuple[str, ...] = ()
+    fake: Callable, mutates_args: tuple[str, ...] = (), remembers: bool = True
 ) -> Callable[[Callable], Callable]:
     """Register a launcher that returns fresh tensors. `fake` makes them from the same arguments."""
 
     def register(launch: Callable) -> Callable:
-        launch = _on_its_gpu(launch)
+        launch = _on_its_gpu(launch, remembers)
         signature = inspect.signature(launch, eval_str=True)
         name = launch.__name__.lstrip("_")
         return _traced_or_eager(launch, _register(name, signature, launch, fake, mutates_args))
@@ -112,9 +112,9 @@ def functional_op(
     return register
 
 
-def inplace_op(*mutates_args: str) -> Callable[[Callable], Callable]:
+def inplace_op(*mutates_args: str, remembers: bool = True) -> Callable[[Callable], Callable]:
     """Register a launcher that writes into the named arguments and returns None."""
-    return functional_op(lambda *_args, **_kwargs: None, mutates_args)
+    return functional_op(lambda *_args, **_kwargs: None, mutates_args, remembers)
 
 
 def attention_op(launch: Callable) -> Callable:
@@ -123,7 +123,7 @@ def attention_op(launch: Callable) -> Callable:
     Its operator takes a required `out`, which it mutates, and returns the LSE, shaped like q
     without head_dim, or an empty tensor without return_lse.
     """
-    launch = _on_its_gpu(launch)
+    launch = _on_its_gpu(launch, remembers=True)
     signature = inspect.signature(launch, eval_str=True)
     parameters = [
         p.replace(annotation=torch.Tensor, default=p.empty) if p.name == "out" else p

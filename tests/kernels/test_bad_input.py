@@ -22,7 +22,7 @@ from torch import ones, zeros
 
 from kernels import checks, paged_decode_attention, store_kvcache
 from kernels.fp8_cache import FP8_DTYPE
-from kernels.launch import Remembered
+from kernels.launch import remembered
 from kernels.testing.cases import CASES, make_case
 
 NEW = ones(2, 3, 2, 16)
@@ -223,7 +223,7 @@ def after_a_good_call(op, device):
     """The op, which remembers calls on any device, after its good call."""
     if op not in CASES:
         return function(op)
-    remembering = Remembered(inspect.unwrap(function(op)))
+    remembering = remembered(inspect.unwrap(function(op)))
     remembering(**on_device(good_call(op), device))
     return remembering
 

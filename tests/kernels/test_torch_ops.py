@@ -140,7 +140,7 @@ def test_launchers_run_with_the_gpu_of_their_tensors_as_the_current_one(current,
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     monkeypatch.setattr(torch.cuda, "device", enter)
-    launch = torch_ops._on_its_gpu(lambda *_args, **_kwargs: list(entered))
+    launch = torch_ops._on_its_gpu(lambda *_args, **_kwargs: list(entered), False)
     expected = [1] if current == 0 else []
     assert launch(None, torch.empty(0), _TensorOfGpu1()) == expected
     assert launch(x=_TensorOfGpu1())[-1:] == expected

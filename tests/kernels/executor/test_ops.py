@@ -20,7 +20,7 @@ from packaging.version import Version
 
 from kernels import paged_decode_attention
 from kernels.fp8_cache import FP8_DTYPE
-from kernels.launch import Remembered
+from kernels.launch import remembered
 from kernels.testing.cases import ATTENTION_FEATURES, CASES, FEATURES, make_case
 from kernels.testing.inputs import SCALES
 
@@ -135,7 +135,7 @@ def test_an_equal_call_launches_the_compiled_kernels_again():
     """Two kernels, an fp8 cache as bytes, new tensors for the states."""
     function = inspect.unwrap(paged_decode_attention)
     launcher = mock.Mock(wraps=function)
-    call = Remembered(launcher)
+    call = remembered(launcher)
     sizes = HEADS | FP8 | SIZES[DECODE] | {"options": {"num_splits": 2}}
     first, second = (make_case(DECODE, **sizes, seed=seed) for seed in (1, 2))
     call(**first.inputs)
