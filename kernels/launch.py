@@ -27,7 +27,7 @@ _recording = threading.local()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """Launch a kernel: `kernel[grid](*args, **constants)`. `remembered` sees these launches only."""
+    """Launch a kernel, `kernel[grid](*args, **constants)`. Other launches are not remembered."""
     compiled = kernel[grid](*args, **constants)
     launches = getattr(_recording, "launches", None)
     if launches is not None:
