@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from tyro.extras import SubcommandApp
@@ -18,6 +18,7 @@ from experiments.harness import (
     Experiment,
     FolderInUse,
     NoCluster,
+    Options,
     OptionsError,
     RayCluster,
     SweepReport,
@@ -33,24 +34,18 @@ _QUICK_RESULTS = _RESULTS / "quick"
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions:
-    """How the cells are run and where the results go."""
+    """How the cells run and where the results go."""
 
+    quick: bool = False
+    """Run the small grid and write to results/quick. The default of reproduce."""
     out: Path | None = None
-    """Folder of the results, in place of results."""
+    """Folder of the results. None: results, in the current folder."""
     jobs: int | None = None
-    """Worker processes. None: one a core, one alone for timings and on a GPU."""
+    """Worker processes. None: one per core, but a single one for timed cells and on a GPU."""
     fresh: bool = False
     """Run finished cells again."""
     ray: str | None = None
     """Address of a Ray cluster that runs the cells ("auto", host:port). None: this machine."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOptions(SweepOptions):
-    """How the cells are run and where the results go."""
-
-    quick: bool = False
-    """The small grid, and results/quick in place of results."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -62,84 +57,71 @@ def main(arguments: list[str] | None = None) -> int:
     log.addHandler(console)
     try:
         return _app(arguments).cli(
-            prog="python -m experiments",
-            description="The experiments.",
+            prog="pagelab",
+            description="Experiments on paged KV caches: run them, draw them, add your own.",
             args=arguments,
             config=(tyro.conf.FlagCreatePairsOff,),
         )
     except SystemExit as exit:
-        return exit.code
+        return int(exit.code or 0)
     except (OptionsError, FolderInUse, NoCluster, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted: the same command goes on where this one stopped", file=sys.stderr)
+        print("interrupted: the same command continues this run", file=sys.stderr)
         return 130
     finally:
         log.removeHandler(console)
 
 
 def _app(arguments: list[str]) -> SubcommandApp:
-    """The commands, with the experiment that ``arguments`` name, or all without one.
+    """The commands, with the experiment that ``arguments`` name, or with all experiments.
 
-    So an error in an option suggests options of this experiment only.
+    With one experiment, an error in an option suggests options of this experiment only.
     """
     app, runs, plots = SubcommandApp(), SubcommandApp(), SubcommandApp()
     quick = "--quick" in arguments
-    named = _named(arguments)
-    for name, experiment in EXPERIMENTS.items():
-        if named not in (None, experiment):
-            continue
-        runs.command(_run_command(experiment, quick=quick), name=name)
-        plots.command(_plot_command(experiment), name=name, help=experiment.figure)
-    app.command(_list, name="list")
-    app.command(runs, name="run", help="Run an experiment, or what is missing of it.")
+    second = [argument.replace("-", "_") for argument in arguments[1:2]]
+    for name in EXPERIMENTS.keys() & second or EXPERIMENTS:
+        experiment = EXPERIMENTS[name]
+        runs.command(name=name)(_run_command(experiment, quick=quick))
+        plots.command(name=name, help=experiment.figure)(_plot_command(experiment))
+    app.command(name="list")(_list)
+    app.command(runs, name="run", help="Run an experiment, without the cells that are finished.")
     app.command(plots, name="plot", help="Draw the figures of an experiment from its table.")
-    app.command(_reproduce, name="reproduce")
-    app.command(_report, name="report")
-    app.command(_try, name="try")
-    app.command(_check, name="check")
-    app.command(lambda: contact.main([]), name="gpu", help="Measure on the GPU of this machine.")
+    app.command(name="reproduce")(_reproduce)
+    app.command(name="report")(_report)
+    app.command(name="try")(_try)
+    app.command(name="check")(_check)
+    app.command(name="gpu", help="Measure on the GPU of this machine.")(lambda: contact.main([]))
     return app
 
 
-def _named(arguments: list[str]) -> Experiment | None:
-    """The experiment that a command line begins with, as in ``run eviction``."""
-    match arguments:
-        case ["run" | "plot", name, *_]:
-            return EXPERIMENTS.get(name.replace("-", "_"))
-    return None
-
-
 def _list() -> int:
-    """Show the experiments, the figure each redoes, and whether it can run here."""
-    here = "an NVIDIA GPU is here" if (cuda := cuda_available()) else "no GPU here"
-    needs = {
-        "unused": "runs here",
-        "optional": f"runs here ({here})",
-        "required": "runs here" if cuda else f"cannot run here: {here}",
-    }
+    """List the experiments with their figures, and which of them use a GPU."""
+    here = "one is here" if cuda_available() else "none here"
+    gpu = {"unused": "", "optional": "uses a GPU if there is one", "required": "needs a GPU"}
     width = max(map(len, EXPERIMENTS))
-    gpu = {"unused": "-", "optional": "GPU if there is one", "required": "GPU"}
     for experiment in EXPERIMENTS.values():
         print(f"{experiment.name:{width}}  {experiment.figure}")
-        print(f"{'':{width}}  needs: {gpu[experiment.gpu]}; {needs[experiment.gpu]}")
+        if experiment.gpu != "unused":
+            print(f"{'':{width}}  ({gpu[experiment.gpu]}: {here})")
     return 0
 
 
 def _run_command(experiment: Experiment, *, quick: bool) -> Callable[..., int]:
-    def run(sweep: RunOptions, options: object) -> int:
+    def run(sweep: SweepOptions, options: Options) -> int:
         return int(_run(experiment, options, sweep, quick=sweep.quick).went_wrong)
 
     default = experiment.quick if quick else experiment.options
+    without_prefix: Any = tyro.conf.OmitArgPrefixes
+    named = tyro.conf.arg(name=experiment.name)
     run.__doc__ = experiment.figure
     run.__annotations__ = {
-        "sweep": tyro.conf.OmitArgPrefixes[RunOptions],
-        "options": Annotated[
-            tyro.conf.OmitArgPrefixes[type(default)], tyro.conf.arg(name=experiment.name)
-        ],
+        "sweep": without_prefix[SweepOptions],
+        "options": Annotated[without_prefix[type(default)], named],
     }
-    run.__defaults__ = (RunOptions(), default)
+    run.__defaults__ = (SweepOptions(), default)
     return run
 
 
@@ -148,8 +130,8 @@ def _plot_command(experiment: Experiment) -> Callable[..., int]:
         """Draw the figures again from rows.csv, for every device.
 
         Args:
-            quick: Draw results/quick in place of results.
-            out: Folder of the results, in place of results.
+            quick: Draw results/quick.
+            out: Folder of the results. None: results, in the current folder.
         """
         folder = _folder(out, quick) / experiment.name
         tables = sorted(folder.glob("*/rows.csv"))
@@ -172,17 +154,14 @@ def _plot_command(experiment: Experiment) -> Callable[..., int]:
 
 
 def _reproduce(
-    sweep: tyro.conf.OmitArgPrefixes[SweepOptions] = SweepOptions(),
-    quick: Annotated[bool, tyro.conf.arg(help_behavior_hint="(default)")] = False,
-    full: bool = False,
+    sweep: tyro.conf.OmitArgPrefixes[SweepOptions] = SweepOptions(), full: bool = False
 ) -> int:
     """Run every experiment that can run here, draw every figure and write the report.
 
     Args:
-        quick: The small grids, and results/quick in place of results.
-        full: The full grids.
+        full: Run the full grids and write to results.
     """
-    if quick and full:
+    if sweep.quick and full:
         raise OptionsError("give --quick or --full, not both")
     grids = "full grids: hours" if full else "quick grids: about three minutes on two cores"
     print(f"{len(EXPERIMENTS)} experiments on their {grids}", flush=True)
@@ -197,7 +176,7 @@ def _reproduce(
 
 
 def _report(results: Path = _RESULTS, output: Path | None = None) -> int:
-    """Write one page of all results, beside what publications report.
+    """Write one page with all results beside published numbers.
 
     Args:
         results: Folder of the results.
@@ -210,11 +189,11 @@ def _report(results: Path = _RESULTS, output: Path | None = None) -> int:
 
 
 def _try(policy: tyro.conf.Positional[str], out: Path = _RESULTS / "try") -> int:
-    """Place an eviction policy between LRU and the optimum, on three real traces, in seconds.
+    """Compare an eviction policy with LRU and the optimum on three real traces, in seconds.
 
     Args:
-        policy: Your policy as file.py:Class, or one by its name.
-        out: Folder of the picture.
+        policy: Your policy as file.py:Class, or the name of a policy.
+        out: Folder of the figure.
     """
     from experiments.trials import try_policy
 
@@ -226,7 +205,7 @@ def _check(kernel: tyro.conf.Positional[Path]) -> int:
     """Compare a kernel with fp64 over block sizes, dtypes and options, in a minute.
 
     Args:
-        kernel: The file of an op, such as kernels/store_kvcache.py.
+        kernel: File of an op, such as kernels/store_kvcache.py.
     """
     from experiments.trials import check_kernel
 
@@ -234,7 +213,7 @@ def _check(kernel: tyro.conf.Positional[Path]) -> int:
 
 
 def _run(
-    experiment: Experiment, options: object, sweep: SweepOptions, *, quick: bool
+    experiment: Experiment, options: Options, sweep: SweepOptions, *, quick: bool
 ) -> SweepReport:
     with RayCluster(sweep.ray) if sweep.ray else contextlib.nullcontext() as cluster:
         report = run_sweep(

@@ -13,7 +13,13 @@ from typing import Any
 
 from experiments.harness.experiment import Experiment
 
-_REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[2]
+"""The checkout, or the folder that an installed wheel is in."""
+
+
+def committed(experiment: str, device: str = "cpu") -> Path:
+    """The folder of the committed results of an experiment, which only a checkout has."""
+    return REPOSITORY / "results" / experiment / device
 
 
 def device_slug(experiment: Experiment) -> str:
@@ -35,6 +41,9 @@ def cuda_available() -> bool:
 def describe(experiment: Experiment, command: list[str]) -> dict[str, Any]:
     """The environment of one run, with no path of this machine in it."""
     commit, dirty = _git_state()
+    cuda: object = None
+    if experiment.gpu != "unused":  # importing torch takes seconds
+        from torch.version import cuda
     return {
         "command": " ".join(map(_without_folders, command)),
         "commit": commit,
@@ -51,15 +60,8 @@ def describe(experiment: Experiment, command: list[str]) -> dict[str, Any]:
             ),
         },
         "gpu": _gpus(),
-        "cuda": _cuda_version() if experiment.gpu != "unused" else None,
+        "cuda": cuda,
     }
-
-
-def _cuda_version() -> str | None:
-    """The CUDA version of PyTorch, whose import takes seconds."""
-    import torch
-
-    return torch.version.cuda
 
 
 def _without_folders(argument: str) -> str:
@@ -72,19 +74,28 @@ def _without_folders(argument: str) -> str:
 def _git_state() -> tuple[str | None, bool | None]:
     """Commit, and whether files other than results differ from it.
 
-    Outside a repository: PAGELAB_COMMIT, if set, and None.
+    Without a repository: ``PAGELAB_COMMIT`` or the version of the installed package, and None.
     """
 
     def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", *arguments], cwd=_REPOSITORY, capture_output=True, text=True, check=True
-        ).stdout
+        command = ["git", "-C", str(REPOSITORY), "--git-dir", ".git", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     try:
         commit = git("rev-parse", "HEAD").strip()
         return commit, bool(git("status", "--porcelain", "--", ".", ":(exclude)results"))
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("PAGELAB_COMMIT"), None
+        version = version_of("pagelab")
+        installed = f"none, version {version}" if version else None
+        return os.environ.get("PAGELAB_COMMIT", installed), None
+
+
+def version_of(package: str) -> str | None:
+    """The installed version of a package. None: it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def cpu_model() -> str:

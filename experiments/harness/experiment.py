@@ -87,21 +87,12 @@ def cell_id(experiment: str, cell: Options) -> str:
     return hashlib.sha256(document.encode()).hexdigest()[:24]
 
 
-def with_files(value: Any, change: Callable[[InputFile], InputFile]) -> Any:
-    """``value`` (a cell, or part of one) with each of its files replaced by ``change(file)``."""
-    if isinstance(value, InputFile):
-        return change(value)
-    if isinstance(value, (tuple, list)):
-        return tuple(with_files(item, change) for item in value)
-    if dataclasses.is_dataclass(value):
-        fields = (field.name for field in dataclasses.fields(value))
-        parts = {name: with_files(getattr(value, name), change) for name in fields}
-        return dataclasses.replace(value, **parts)
-    return value
-
-
-def input_files(value: Any) -> set[InputFile]:
+def input_files(value: Any) -> Iterator[InputFile]:
     """Every file that ``value`` (a cell, or part of one) names."""
-    found = []
-    with_files(value, lambda file: found.append(file) or file)
-    return set(found)
+    if isinstance(value, InputFile):
+        yield value
+    elif dataclasses.is_dataclass(value):
+        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from input_files(item)

@@ -33,7 +33,7 @@ _AXIS = object()
 if not TYPE_CHECKING and find_spec("tyro") is None:  # only the command line needs tyro
     Repeated = Annotated[T, None]
 else:
-    from tyro.conf import UseAppendAction as Repeated
+    from tyro.conf import UseAppendAction as Repeated  # noqa: F401
 """``Repeated[Axis[X]]``: an axis whose option takes one value and may be given several times."""
 
 if TYPE_CHECKING:  # type checkers know no type that is a tuple in options and one value in cells

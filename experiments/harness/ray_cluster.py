@@ -1,42 +1,33 @@
 """Runs tasks on the machines of a Ray cluster.
 
-The repository is sent to the machines as the working directory of the workers, and the input files
-of the cells as objects.  The machines need the packages of
-requirements.txt.  Ray gives a cell whose machine dies to another machine; a result arrives once or
-not at all, and only the driver writes results.
+The checkout is sent to the machines as the working directory of the workers, and the input files of
+the cells as objects.  The machines need the packages of requirements.txt.  Ray gives a cell whose
+machine dies to another machine.  A result arrives once or not at all, and only the driver writes
+results.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import logging
 import socket
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from experiments.harness.environment import describe, device_slug
-from experiments.harness.experiment import Experiment, InputFile, input_files, with_files
+from experiments.harness.environment import REPOSITORY, describe, device_slug
+from experiments.harness.experiment import Experiment, input_files
 from experiments.harness.store import write_atomically
 from experiments.harness.workers import Outcome, Task, execute
 
-_REPOSITORY = Path(__file__).resolve().parents[2]
-_STAYS_HERE = [
-    ".git",
-    ".venv",
-    ".pytest_cache",
-    "results",
-    "traces",
-    "**/__pycache__",
-    ".hypothesis",
-]
-_LIVES = 4
-"""Most starts of a cell whose machines die."""
+_EXCLUDED = [".*", "results", "traces", "**/__pycache__"]
+"""Parts of the checkout that are not sent."""
+_MAX_STARTS = 4
+"""Starts of a cell whose machines die."""
 
 
 class NoCluster(RuntimeError):
-    """There is no Ray, or no cluster at the address."""
+    """There is no Ray, no checkout, or no cluster at the address."""
 
 
 class RayCluster:
@@ -50,13 +41,15 @@ class RayCluster:
             import ray
         except ImportError:
             raise NoCluster("--ray needs the package ray: pip install ray") from None
+        if not (REPOSITORY / "pyproject.toml").exists():
+            raise NoCluster("--ray needs a checkout of the repository, to send it to the cluster")
         try:
             _check_port_is_open(address)
             ray.init(
                 address,
                 log_to_driver=False,
-                logging_level="ERROR",
-                runtime_env={"working_dir": str(_REPOSITORY), "excludes": _STAYS_HERE},
+                logging_level=logging.ERROR,
+                runtime_env={"working_dir": str(REPOSITORY), "excludes": _EXCLUDED},
             )
         except (OSError, ValueError, RuntimeError) as error:
             raise NoCluster(f"--ray {address}: no cluster answers: {error}") from error
@@ -70,12 +63,11 @@ class RayCluster:
 
     def device_slug(self, experiment: Experiment) -> str:
         """The folder of the device that the cells will run on."""
-        return self._call(experiment, device_slug)
+        return self._call(device_slug, experiment)
 
     def describe(self, experiment: Experiment, command: list[str]) -> dict[str, Any]:
         """The environment of a machine that runs cells, and the cluster's machines."""
-        here = describe(experiment, command)
-        there = self._call(experiment, describe, [])
+        here, there = describe(experiment, command), self._call(describe, experiment, command)
         machines = [
             {"cpus": node["Resources"].get("CPU", 0), "gpus": node["Resources"].get("GPU", 0)}
             for node in self._nodes()
@@ -89,15 +81,15 @@ class RayCluster:
     def run(self, experiment: Experiment, tasks: Sequence[Task]) -> Generator[Outcome]:
         """Run ``tasks``; an executor once ``experiment`` is bound.  Closing it ends the rest."""
         ray = self._ray
-        begin = ray.remote(_execute).options(
-            max_retries=_LIVES - 1, **self._resources(experiment, whole_machine=experiment.timed)
-        )
+        resources = self._resources(experiment)
+        if experiment.timed:  # a cell gets a machine of its own
+            resources["num_cpus"] = min(node["Resources"]["CPU"] for node in self._nodes())
+        begin = ray.remote(_execute).options(max_retries=_MAX_STARTS - 1, **resources)
         put = functools.cache(lambda file: ray.put(file.path.read_bytes()))
         running: dict[Any, Task] = {}
         try:
             for task in tasks:
-                files = [*input_files(task.cell)]
-                running[begin.remote(task, files, *map(put, files))] = task
+                running[begin.remote(task, *map(put, input_files(task.cell)))] = task
             while running:
                 (done, *_), _ = ray.wait(list(running))
                 task = running.pop(done)
@@ -106,35 +98,26 @@ class RayCluster:
                 except ray.exceptions.RayError as error:
                     last_line = str(error).strip().splitlines()[-1]
                     message = f"{type(error).__name__}: {last_line}"
-                    yield Outcome(task.key, "failed", [], message, str(error), 0.0)
+                    yield Outcome(task.key, "failed", message, details=str(error))
         finally:
             for ref in running:
                 ray.cancel(ref, force=True)
 
-    def _call(self, experiment: Experiment, function: Any, *arguments: Any) -> Any:
+    def _call(self, function: Any, experiment: Experiment, *arguments: Any) -> Any:
         """Call a function of ``environment`` on a machine that runs cells."""
-        asked = SimpleNamespace(gpu=experiment.gpu)
         remote = self._ray.remote(function).options(**self._resources(experiment))
-        return self._ray.get(remote.remote(asked, *arguments))
+        return self._ray.get(remote.remote(experiment, *arguments))
 
     def _nodes(self) -> list[dict[str, Any]]:
+        """The machines that run cells."""
         return [
             node for node in self._ray.nodes() if node["Alive"] and node["Resources"].get("CPU")
         ]
 
-    def _resources(
-        self, experiment: Experiment, *, whole_machine: bool = False
-    ) -> dict[str, float]:
-        """Resources of one cell: a core, and a GPU if it uses one and the cluster has any.
-
-        A cell that measures time gets a machine of its own.
-        """
-        nodes = self._nodes()
-        has_gpus = any(node["Resources"].get("GPU") for node in nodes)
-        return {
-            "num_cpus": min(n["Resources"]["CPU"] for n in nodes) if whole_machine else 1,
-            "num_gpus": 1 if experiment.gpu != "unused" and has_gpus else 0,
-        }
+    def _resources(self, experiment: Experiment) -> dict[str, float]:
+        """Resources of a cell: a core, and a GPU if it uses one and the cluster has any."""
+        has_gpus = any(node["Resources"].get("GPU") for node in self._nodes())
+        return {"num_cpus": 1, "num_gpus": int(experiment.gpu != "unused" and has_gpus)}
 
 
 def _check_port_is_open(address: str) -> None:
@@ -144,16 +127,15 @@ def _check_port_is_open(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
 
 
-def _execute(task: Task, files: list[InputFile], *contents: bytes) -> Outcome:
+def _execute(task: Task, *contents: bytes) -> Outcome:
     """Run ``task`` on this machine, with its input files from ``contents``.
 
     They are written into the working directory, which Ray removes after the job.
     """
-    local = {}
-    for file, content in zip(files, contents, strict=True):
+    for file, content in zip(input_files(task.cell), contents, strict=True):
         path = Path(file.sha256, file.name).absolute()
         path.parent.mkdir(exist_ok=True)
         if not path.exists():
             write_atomically(path, content)
-        local[file] = InputFile(path, file.sha256)
-    return execute(dataclasses.replace(task, cell=with_files(task.cell, local.__getitem__)))
+        object.__setattr__(file, "path", path)  # in this process's copy of the cell
+    return execute(task)

@@ -17,7 +17,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from experiments.harness.environment import describe, device_slug
+from experiments.harness import environment
 from experiments.harness.experiment import Experiment, cell_id, identity, input_files
 from experiments.harness.grid import Absent, Options
 from experiments.harness.provenance import Changes
@@ -29,8 +29,8 @@ log = logging.getLogger("experiments")
 log.setLevel(logging.INFO)
 
 _ASSEMBLE_SECONDS = 1
-"""The least time between two writings of the table of a running sweep, which may be killed."""
-_MOST_LISTED = 10
+"""Minimum time between two writings of the table of a running sweep, which may be killed."""
+_MAX_LISTED = 10
 """Failed cells, or wrong rows, that the console lists."""
 
 
@@ -81,21 +81,19 @@ def run_sweep(
     cluster: RayCluster | None = None,
     execute: Executor | None = None,
 ) -> SweepReport:
-    """Run the unfinished cells of the grid, write ``out/<experiment>/<device>/`` and draw its
-    figures.
+    """Run the unfinished cells of a grid and write ``out/<experiment>/<device>/`` with its figures.
 
-    ``jobs`` is the number of worker processes (None: one a core; one for timed cells and on a
-    GPU), ``fresh`` runs finished cells again, ``cluster`` runs the cells on its machines,
-    ``execute`` in place of worker processes.  A cell that raises is reported, not raised.
+    ``jobs`` is the number of worker processes (None: one per core, but a single one for timed cells
+    and on a GPU).  ``fresh`` runs finished cells again.  ``cluster`` or ``execute`` runs the cells
+    instead of worker processes.  A cell that raises is reported, not raised.
 
     Raises OptionsError for options that the grid cannot serve and for a folder that cannot be made,
     FolderInUse if another sweep is writing to it.
     """
     started = time.perf_counter()
-    device = (cluster.device_slug if cluster else device_slug)(experiment)
+    device = (cluster or environment).device_slug(experiment)
     if jobs is None:
-        one_at_a_time = experiment.timed or device != "cpu"
-        jobs = 1 if one_at_a_time else len(os.sched_getaffinity(0))
+        jobs = 1 if experiment.timed or device != "cpu" else len(os.sched_getaffinity(0))
     if jobs < 1:
         raise OptionsError(f"jobs must be at least 1, got {jobs}")
     cells, absent = _grid(experiment, options)
@@ -113,10 +111,11 @@ def run_sweep(
         report.unavailable.update(absent)
         try:
             if tasks:
-                environment = (cluster.describe if cluster else describe)(experiment, _command())
-                run = {"device": device, **environment, "seed": options.seed}
-                here = execute or partial(run_locally, jobs=jobs)
-                sweep.run(tasks, partial(cluster.run, experiment) if cluster else here, run)
+                described = (cluster or environment).describe(experiment, _command())
+                execute = execute or partial(run_locally, jobs=jobs)
+                if cluster:
+                    execute = partial(cluster.run, experiment)
+                sweep.run(tasks, execute, {"device": device, **described, "seed": options.seed})
         finally:
             sweep.assemble()
         sweep.summarise()
@@ -166,8 +165,9 @@ class _Sweep:
         self.report = SweepReport(cells=len(cells), reused=len(self.records))
 
     def _reusable(self) -> dict[str, dict[str, Any]]:
-        """The records of cells that an earlier run finished with today's code."""
-        records, changes, outdated = {}, Changes(), Counter()
+        """The records of cells that an earlier run finished with the same code."""
+        records, changes = {}, Changes()
+        outdated: Counter[tuple[str, ...]] = Counter()
         for key in self.cells:
             try:
                 record = self.store.load_cell(key)
@@ -176,12 +176,12 @@ class _Sweep:
                 continue
             if record is None:
                 continue
-            if changed := changes.since(record["code"]):
-                outdated[tuple(changed)] += 1
+            if changed := tuple(changes.since(record["code"])):
+                outdated[changed] += 1
             else:
                 records[key] = record
-        for changed, count in outdated.items():
-            log.warning("%d cells are run again, for this changed: %s", count, ", ".join(changed))
+        for names, count in outdated.items():
+            log.warning("%d cells are run again, as these changed: %s", count, ", ".join(names))
         return records
 
     def missing(self) -> list[Task]:
@@ -191,12 +191,12 @@ class _Sweep:
             if key not in self.records
         ]
 
-    def run(self, tasks: list[Task], execute: Executor, environment: dict[str, Any]) -> None:
+    def run(self, tasks: list[Task], execute: Executor, described: dict[str, Any]) -> None:
         """Run ``tasks`` and store each as it finishes."""
         now = datetime.now(UTC)
         run_id = f"{now:%Y%m%dT%H%M%S.%fZ}-{os.getpid()}"
-        self.store.save_run(run_id, {"started": now.isoformat(timespec="seconds"), **environment})
-        log.info("commit %s: %d of %d cells", environment["commit"], len(tasks), len(self.cells))
+        self.store.save_run(run_id, {"started": now.isoformat(timespec="seconds"), **described})
+        log.info("commit %s: %d of %d cells", described["commit"], len(tasks), len(self.cells))
         progress = tqdm(
             desc=self.experiment.name,
             total=len(self.cells),
@@ -217,13 +217,8 @@ class _Sweep:
         """Store a finished cell, or log why it has no result."""
         cell = identity(self.cells[outcome.key])
         if outcome.status == "finished":
-            record = {
-                "cell": cell,
-                "run": run_id,
-                "seconds": outcome.seconds,
-                "rows": outcome.rows,
-                "code": outcome.code,
-            }
+            record = {"cell": cell, "run": run_id, "seconds": outcome.seconds}
+            record |= {"rows": outcome.rows, "code": outcome.code}
             self.store.save_cell(outcome.key, record)
             self.records[outcome.key] = record
             self.report.finished += 1
@@ -235,14 +230,14 @@ class _Sweep:
             log.info("failed: %s: %s\n%s", cell, outcome.message, outcome.details)
 
     def _name(self, key: str) -> str:
-        """The fields of a cell in which it differs from others of the grid."""
+        """The fields of a cell in which it differs from another cell of the grid."""
         cells = [identity(cell) for cell in self.cells.values()]
-        values = {
-            name: value
+        differing = (
+            f"{name}={_short(value)}"
             for name, value in identity(self.cells[key]).items()
             if any(cell.get(name) != value for cell in cells)
-        }
-        return ", ".join(f"{name}={_short(value)}" for name, value in values.items()) or "the cell"
+        )
+        return ", ".join(differing) or "the cell"
 
     def assemble(self) -> None:
         """rows.csv in the order of the grid, and environment.json of the runs that made the rows.
@@ -258,9 +253,7 @@ class _Sweep:
         newest, *earlier = [
             {**self.store.load_run(run), "cells": runs[run]} for run in sorted(runs, reverse=True)
         ]
-        files = {
-            (file.name, file.sha256) for cell in self.cells.values() for file in input_files(cell)
-        }
+        files = {(f.name, f.sha256) for cell in self.cells.values() for f in input_files(cell)}
         self.store.write_environment(
             {
                 "experiment": self.experiment.name,
@@ -285,10 +278,10 @@ class _Sweep:
         """Log what is absent, failed or wrong; the console shows it too."""
         self.report.wrong = self._wrong()
         for what, cases in (("wrong", self.report.wrong), ("failed", self.report.failed)):
-            for case in cases[:_MOST_LISTED]:
+            for case in cases[:_MAX_LISTED]:
                 log.error("%s: %s", what, case)
-            if len(cases) > _MOST_LISTED:
-                log.error("%s: %d more", what, len(cases) - _MOST_LISTED)
+            if len(cases) > _MAX_LISTED:
+                log.error("%s: %d more", what, len(cases) - _MAX_LISTED)
         for reason, count in self.report.unavailable.items():
             log.warning("absent (%d): %s", count, reason)
         if self.report.failed:

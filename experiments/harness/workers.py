@@ -37,18 +37,18 @@ class Task:
     cell: Options
 
 
-@dataclass(frozen=True)
+@dataclass
 class Outcome:
     """The result of a task."""
 
     key: str
-    status: Literal["finished", "unavailable", "failed"]
-    rows: list[dict[str, Any]]
-    message: str
+    status: Literal["finished", "unavailable", "failed"] = "finished"
+    message: str = ""
     """Why it is unavailable, or the last line of the error."""
-    details: str
+    details: str = ""
     """The traceback of a failure."""
-    seconds: float
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
     code: Code = field(default_factory=dict)
     """The code that the result depends on."""
 
@@ -58,19 +58,17 @@ Executor = Callable[[Sequence[Task]], Generator[Outcome]]
 
 def execute(task: Task) -> Outcome:
     """Run one task here and catch what it raises."""
-    started = time.perf_counter()
-    rows, message, details = [], "", ""
+    started, outcome = time.perf_counter(), Outcome(task.key)
     try:
-        rows = _plain(task.run_cell(task.cell))
-        status = "finished"
+        outcome.rows = _plain(task.run_cell(task.cell))
     except Unavailable as reason:
-        status, message = "unavailable", str(reason)
+        outcome.status, outcome.message = "unavailable", str(reason)
     except Exception as error:
-        status = "failed"
-        message = f"{type(error).__name__}: {error}"
-        details = traceback.format_exc()
-    seconds = time.perf_counter() - started
-    return Outcome(task.key, status, rows, message, details, seconds, imported_code())
+        outcome.status, outcome.message = "failed", f"{type(error).__name__}: {error}"
+        outcome.details = traceback.format_exc()
+    outcome.seconds = time.perf_counter() - started
+    outcome.code = imported_code()
+    return outcome
 
 
 def _plain(rows: Any) -> list[dict[str, Any]]:
@@ -100,7 +98,8 @@ def run_locally(tasks: Sequence[Task], *, jobs: int) -> Generator[Outcome]:
     waiting: dict[tuple[str, ...], deque[Task]] = {}
     for task in tasks:
         waiting.setdefault(task.cell.group, deque()).append(task)
-    pools, groups = [new_pool() for _ in range(jobs)], [()] * jobs
+    pools = [new_pool() for _ in range(jobs)]
+    groups: list[tuple[str, ...]] = [()] * jobs
     running: dict[Future[Outcome], tuple[int, Task]] = {}
     idle = [*range(jobs)]
     try:
@@ -120,8 +119,7 @@ def run_locally(tasks: Sequence[Task], *, jobs: int) -> Generator[Outcome]:
                     # After an error on the device every later CUDA call of the process fails.
                     is_spent = outcome.status == "failed" and "CUDA" in outcome.message
                 except BrokenProcessPool:
-                    message = "its worker process died"
-                    outcome = Outcome(task.key, "failed", [], message, "", 0.0)
+                    outcome = Outcome(task.key, "failed", "its worker process died")
                     is_spent = True
                 if is_spent:
                     pools[worker].shutdown()
@@ -158,5 +156,6 @@ def _set_up(threads: int) -> None:
 
 def _end_with_parent() -> None:
     """Exit when the sweep is gone, so that a killed sweep leaves no worker running."""
-    multiprocessing.parent_process().join()
-    os._exit(1)
+    if parent := multiprocessing.parent_process():
+        parent.join()
+        os._exit(1)

@@ -38,16 +38,16 @@ def test_make_installs_the_command_for_use_in_any_folder():
     assert "pip install --quiet --no-deps --editable ." in (repository / "Makefile").read_text()
 
 
-def test_list_shows_every_experiment_its_figure_and_whether_it_can_run(capsys):
+def test_list_shows_every_experiment_its_figure_and_whether_it_uses_a_gpu(capsys):
     assert cli.main(["list"]) == 0
     output = capsys.readouterr().out
     for experiment in EXPERIMENTS.values():
         assert f"{experiment.name} " in output
         assert experiment.figure in output
-    gpu_only = sum(e.gpu == "required" for e in EXPERIMENTS.values())
-    absent = 0 if torch.cuda.is_available() else gpu_only
-    assert output.count("cannot run here: no GPU here") == absent
-    assert output.count("runs here") == len(EXPERIMENTS) - absent
+    here = "one is here" if torch.cuda.is_available() else "none here"
+    assert output.count(f"(needs a GPU: {here})") == 1
+    uses = sum(experiment.gpu == "optional" for experiment in EXPERIMENTS.values())
+    assert output.count(f"(uses a GPU if there is one: {here})") == uses
 
 
 @pytest.mark.parametrize("command", ["run", "plot"])
@@ -68,7 +68,7 @@ def test_a_misspelt_option_suggests_those_of_its_experiment_alone(refused):
 def test_the_help_of_an_experiment_shows_every_option(name, capsys):
     assert cli.main(["run", name, "--help"]) == 0
     shown = set(re.findall(r"--([\w-]+)", capsys.readouterr().out))
-    options = {*vars(EXPERIMENTS[name].options), *vars(cli.RunOptions())}
+    options = {*vars(EXPERIMENTS[name].options), *vars(cli.SweepOptions())}
     assert {option.replace("_", "-") for option in options} <= {
         flag.removeprefix("no-") for flag in shown
     }
@@ -86,13 +86,6 @@ def test_what_cannot_be_done_is_refused_with_the_reason(
 ):
     monkeypatch.chdir(tmp_path)
     assert message in refused(*words.split())
-
-
-def test_the_help_of_reproduce_says_which_grid_is_the_default(capsys):
-    assert cli.main(["reproduce", "--help"]) == 0
-    shown = " ".join(re.sub("[│─]", " ", capsys.readouterr().out).split())
-    assert re.search(r"--quick The small grids, [^-]* \(default\)", shown)
-    assert re.search(r"--full The full grids. \(default: False\)", shown)
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ def repository(tmp_path, monkeypatch):
     (tmp_path / "code.py").write_text("a = 1\n")
     git("add", "code.py")
     git("commit", "--quiet", "--message", "first")
-    monkeypatch.setattr(environment, "_REPOSITORY", tmp_path)
+    monkeypatch.setattr(environment, "REPOSITORY", tmp_path)
     return tmp_path
 
 
@@ -87,14 +87,14 @@ def test_dirty_is_any_difference_but_results(repository, file, dirty):
     assert environment.describe(EXPERIMENTS["eviction"], [])["dirty"] is dirty
 
 
-@pytest.mark.parametrize("commit", [None, "c0ffee"])
-def test_a_copy_without_a_repository_takes_its_commit_from_pagelab_commit(
-    tmp_path, monkeypatch, commit
+def test_without_a_repository_pagelab_commit_or_the_version_stands_for_the_commit(
+    repository, monkeypatch
 ):
-    monkeypatch.setattr(environment, "_REPOSITORY", tmp_path)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    installed = repository / "site-packages"  # in a repository of somebody else
+    installed.mkdir()
+    monkeypatch.setattr(environment, "REPOSITORY", installed)
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "1.2")
     monkeypatch.delenv("PAGELAB_COMMIT", raising=False)
-    if commit:
-        monkeypatch.setenv("PAGELAB_COMMIT", commit)
-    described = environment.describe(EXPERIMENTS["eviction"], [])
-    assert (described["commit"], described["dirty"]) == (commit, None)
+    assert environment._git_state() == ("none, version 1.2", None)
+    monkeypatch.setenv("PAGELAB_COMMIT", "c0ffee")
+    assert environment._git_state() == ("c0ffee", None)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from experiments import harness
 from experiments.harness import provenance, run_sweep, sweep
 from experiments.harness.workers import execute
 
@@ -137,10 +138,7 @@ def test_a_cell_may_not_hold_a_value_without_identity(tiny, tmp_path):
 
 def test_an_environment_lists_every_commit_that_made_rows(run, folder, monkeypatch):
     def commit(name):
-        describe = sweep.describe
-        monkeypatch.setattr(
-            sweep, "describe", lambda *a: {**describe(*a), "commit": name, "dirty": False}
-        )
+        monkeypatch.setattr(harness.environment, "_git_state", lambda: (name, False))
 
     commit("first")
     run({"raises": [2, 3]})
@@ -155,14 +153,14 @@ def test_an_environment_lists_every_commit_that_made_rows(run, folder, monkeypat
 @pytest.fixture
 def imported_file(tmp_path, monkeypatch):
     """A module that the cells have imported from the repository, unchanged meanwhile."""
-    file = tmp_path / "repository" / "kernel.py"
+    file = tmp_path / "kernels" / "kernel.py"
     file.parent.mkdir()
     file.write_text("key")
     os.utime(file, (0, 0))
     module = types.ModuleType("kernel_of_a_test")
     module.__file__ = str(file)
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(provenance, "_REPOSITORY", file.parent)
+    monkeypatch.setattr(provenance, "REPOSITORY", tmp_path)
     monkeypatch.setattr(provenance, "_imported", {})
     return file
 
@@ -174,7 +172,7 @@ def test_cells_are_run_again_when_code_that_they_imported_has_changed(
     assert run().reused == 4
     imported_file.write_text("key + 1")
     assert run().finished == 4
-    assert "4 cells are run again, for this changed: kernel.py" in caplog.text
+    assert "4 cells are run again, as these changed: kernels/kernel.py" in caplog.text
     monkeypatch.setattr(provenance, "_imported", {})
     os.utime(imported_file, (0, 0))
     assert run().finished == 4, "the code of a file that changes while cells run is unknown"
@@ -189,7 +187,7 @@ def test_cells_are_run_again_with_another_triton(run, caplog, monkeypatch):
     monkeypatch.setattr(provenance, "_imported", {})
     monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))
     run(cells=1)
-    monkeypatch.setattr(provenance.importlib.metadata, "version", lambda package: "99.0")
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "99.0")
     assert run(cells=1).finished == 1
     assert "triton" in caplog.text
 
