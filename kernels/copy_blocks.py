@@ -27,7 +27,7 @@ from kernels.block_layout import (
 from kernels.checks import Arg, TensorSpec, check_grid_dim, same_dtype
 from kernels.launch import launch
 from kernels.tiles import cdiv, copy_tile
-from kernels.torch_ops import inplace_op
+from kernels.torch_ops import functional_op
 
 
 @triton.jit(do_not_specialize=["num_layers"])
@@ -91,7 +91,7 @@ def _tensors(num_planes: int) -> TensorSpec:
     return TensorSpec(first, *others, PAIRS_ARG)
 
 
-@inplace_op("planes", remembers=False)
+@functional_op(mutates_args=("planes",), remembers=False)
 def _copy_blocks(planes: list[torch.Tensor], src_to_dst: torch.Tensor) -> None:
     """`copy_blocks` on one tensor of six dimensions, or on [k_0, v_0, k_1, v_1, ...] of four."""
     first = planes[0]

@@ -29,7 +29,7 @@ from kernels.fp8_cache import Scale, cache_argument, load_scale, scale_arguments
 from kernels.launch import launch
 from kernels.primitives import await_launches_before
 from kernels.tiles import cdiv, next_power_of_2, padded_dim, pdl_options, rotary_tile
-from kernels.torch_ops import inplace_op
+from kernels.torch_ops import functional_op
 
 _TENSORS = store_spec(
     Arg("query", "num_tokens num_q_heads head_dim", same_dtype("key"), optional=True, written=True),
@@ -117,7 +117,7 @@ def _rope_store_kvcache_kernel(
         )  # fmt: skip
 
 
-@inplace_op("query", "k_cache", "v_cache")
+@functional_op(mutates_args=("query", "k_cache", "v_cache"))
 def rope_store_kvcache(
     query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor,
     k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor,

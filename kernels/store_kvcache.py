@@ -15,7 +15,7 @@ from kernels.checks import check_scales, check_slots, store_spec, tensor_or_none
 from kernels.fp8_cache import Scale, cache_argument, load_scale, scale_arguments, to_cache
 from kernels.launch import launch
 from kernels.tiles import cdiv, padded_dim, store_tile
-from kernels.torch_ops import inplace_op
+from kernels.torch_ops import functional_op
 
 _TENSORS = store_spec()
 
@@ -60,7 +60,7 @@ def _store_kvcache_kernel(
     tl.store(v_cache_ptr + v_rows[:, None] + offs_d[None, :], value, mask=mask)
 
 
-@inplace_op("k_cache", "v_cache")
+@functional_op(mutates_args=("k_cache", "v_cache"))
 def store_kvcache(
     key: torch.Tensor,
     value: torch.Tensor,

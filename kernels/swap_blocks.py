@@ -30,7 +30,7 @@ from kernels.block_layout import (
 from kernels.checks import Arg, TensorSpec, not_a_tensor, same_dtype
 from kernels.primitives import INTERPRETED
 from kernels.tiles import COPY_ENGINE_BYTES, cdiv, swap_num_programs, swap_tile, target_of
-from kernels.torch_ops import inplace_op
+from kernels.torch_ops import functional_op
 
 _SRC_DIMS = f"{PLANE_DIMS} | {LAYERS_DIMS}"
 _DST_DIMS = _SRC_DIMS.replace("num_blocks", "num_dst_blocks")
@@ -125,7 +125,7 @@ def adjacent_parts(
     ]
 
 
-@inplace_op("dst_cache", remembers=False)
+@functional_op(mutates_args=("dst_cache",), remembers=False)
 def swap_blocks(src_cache: torch.Tensor, dst_cache: torch.Tensor, src_to_dst: torch.Tensor) -> None:
     """Copy whole blocks between a cache on a GPU and one in pinned host memory.
 

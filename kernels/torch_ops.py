@@ -4,10 +4,9 @@ torch.export.
 A decorator on a launcher registers an operator of the same name, with a schema from its annotations
 and a fake implementation (results without data). The decorated function calls the operator while
 torch.compile or torch.export traces, and the launcher directly otherwise, so eager calls do not pay
-for the dispatcher. There are three decorators:
+for the dispatcher. There are two decorators:
 
-    functional_op   returns fresh tensors; may also write into named arguments
-    inplace_op      writes into named arguments and returns None
+    functional_op   returns fresh tensors or None; may also write into named arguments
     attention_op    writes to `out` and returns the LSE, since an operator may not return one of its
                     arguments; the traced function allocates `out` where the caller did not
 
@@ -33,29 +32,48 @@ from kernels.launch import remembered
 _library = torch.library.Library("pagelab", "DEF")
 
 
-def _register(
-    name: str,
-    signature: inspect.Signature,
-    implementation: Callable,
-    fake: Callable,
-    mutates_args: tuple[str, ...] = (),
+def _on_its_gpu(launcher: Callable, remembers: bool) -> Callable:
+    """Make the GPU of the tensors current, as Triton launches on the current device.
+
+    remembers: whether calls are remembered. Values in host memory are checked every time.
+    """
+    on_gpu = remembered(launcher) if remembers else launcher
+
+    @functools.wraps(launcher)
+    def launch_there(*args, **kwargs):
+        for arg in chain(args, kwargs.values()):
+            if not getattr(arg, "is_cpu", True):  # the first tensor that is not in host memory
+                if arg.is_cuda and (gpu := arg.get_device()) != torch.cuda.current_device():
+                    with torch.cuda.device(gpu):
+                        return on_gpu(*args, **kwargs)
+                return on_gpu(*args, **kwargs)
+        return launcher(*args, **kwargs)
+
+    return launch_there
+
+
+def _operator(
+    function: Callable, signature: inspect.Signature, fake: Callable, mutates_args: tuple[str, ...]
 ) -> Callable:
-    """Define torch.ops.pagelab.<name>; torch.library.custom_op takes 8 us a call, this 1."""
+    """Register a function with this signature; returns one that also takes numbers as scales.
 
-    def prototype():
-        raise NotImplementedError
-
+    `torch.library.custom_op` has no keyword-only tensors, and takes 8 us per call, this 1.
+    """
+    name = function.__name__.lstrip("_")
+    scales = [p.name for p in signature.parameters.values() if p.annotation == Scale]
     parameters = [
-        p.replace(annotation=torch.Tensor | None) if p.annotation == Scale else p
+        p.replace(annotation=torch.Tensor | None) if p.name in scales else p
         for p in signature.parameters.values()
     ]
+
+    def prototype(): ...
+
     prototype.__signature__ = signature.replace(parameters=parameters)
     schema = torch.library.infer_schema(prototype, mutates_args=mutates_args)
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, implementation, "CompositeExplicitAutograd")
+    _library.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"pagelab::{name}", fake, lib=_library)
     operator = getattr(torch.ops.pagelab, name).default
-    scales = [p.name for p in signature.parameters.values() if p.annotation == Scale]
 
     def call(*args, **kwargs):
         for scale in scales:
@@ -65,25 +83,7 @@ def _register(
                 kwargs[scale] = torch.full((), kwargs[scale], dtype=torch.float32, device=device)
         return operator(*args, **kwargs)
 
-    return call if scales else operator
-
-
-def _on_its_gpu(launch: Callable, remembers: bool) -> Callable:
-    """Make the GPU of the tensors current, as Triton launches on the current device, and remember
-    calls if so asked. Values in host memory are checked every time."""
-    on_gpu = remembered(launch) if remembers else launch
-
-    @functools.wraps(launch)
-    def launch_there(*args, **kwargs):
-        for arg in chain(args, kwargs.values()):
-            if not getattr(arg, "is_cpu", True):  # the first tensor that is not in host memory
-                if arg.is_cuda and (gpu := arg.get_device()) != torch.cuda.current_device():
-                    with torch.cuda.device(gpu):
-                        return on_gpu(*args, **kwargs)
-                return on_gpu(*args, **kwargs)
-        return launch(*args, **kwargs)
-
-    return launch_there
+    return call
 
 
 def _traced_or_eager(launch: Callable, traced: Callable) -> Callable:
@@ -99,51 +99,42 @@ def _traced_or_eager(launch: Callable, traced: Callable) -> Callable:
 
 
 def functional_op(
-    fake: Callable, mutates_args: tuple[str, ...] = (), remembers: bool = True
+    fake: Callable = lambda *_args, **_kwargs: None,
+    mutates_args: tuple[str, ...] = (),
+    remembers: bool = True,
 ) -> Callable[[Callable], Callable]:
-    """Register a launcher that returns fresh tensors. `fake` makes them from the same arguments."""
+    """Register a launcher. `fake` makes its fresh results from the same arguments; by default there
+    are none. It writes into the arguments `mutates_args`. remembers: see `kernels.launch`."""
 
-    def register(launch: Callable) -> Callable:
-        launch = _on_its_gpu(launch, remembers)
-        signature = inspect.signature(launch, eval_str=True)
-        name = launch.__name__.lstrip("_")
-        return _traced_or_eager(launch, _register(name, signature, launch, fake, mutates_args))
+    def register(launcher: Callable) -> Callable:
+        launch = _on_its_gpu(launcher, remembers)
+        signature = inspect.signature(launcher, eval_str=True)
+        return _traced_or_eager(launch, _operator(launch, signature, fake, mutates_args))
 
     return register
 
 
-def inplace_op(*mutates_args: str, remembers: bool = True) -> Callable[[Callable], Callable]:
-    """Register a launcher that writes into the named arguments and returns None."""
-    return functional_op(lambda *_args, **_kwargs: None, mutates_args, remembers)
-
-
-def attention_op(launch: Callable) -> Callable:
+def attention_op(launcher: Callable) -> Callable:
     """Register an attention launcher: q first, `out` and `return_lse` keyword-only.
 
     Its operator takes a required `out`, which it mutates, and returns the LSE, shaped like q
     without head_dim, or an empty tensor without return_lse.
     """
-    launch = _on_its_gpu(launch, remembers=True)
-    signature = inspect.signature(launch, eval_str=True)
-    parameters = [
-        p.replace(annotation=torch.Tensor, default=p.empty) if p.name == "out" else p
-        for p in signature.parameters.values()
-    ]
+    launch = _on_its_gpu(launcher, remembers=True)
+    parameters = dict(inspect.signature(launcher, eval_str=True).parameters)
+    out = parameters["out"]
+    parameters["out"] = out.replace(annotation=torch.Tensor, default=out.empty)
+    signature = inspect.Signature([*parameters.values()], return_annotation=torch.Tensor)
 
-    def implementation(q, *args, out, return_lse=False, **kwargs):
+    @functools.wraps(launcher)
+    def lse_of(q, *args, out, return_lse=False, **kwargs):
         result = launch(q, *args, out=out, return_lse=return_lse, **kwargs)
         return result[1] if return_lse else q.new_empty(0, dtype=torch.float32)
 
     def fake(q, *_args, out, return_lse=False, **_kwargs):
         return q.new_empty(q.shape[:-1] if return_lse else (0,), dtype=torch.float32)
 
-    op = _register(
-        launch.__name__,
-        signature.replace(parameters=parameters, return_annotation=torch.Tensor),
-        implementation,
-        fake,
-        mutates_args=("out",),
-    )
+    op = _operator(lse_of, signature, fake, mutates_args=("out",))
 
     def traced(q, *args, out=None, return_lse=False, **kwargs):
         if out is None:
