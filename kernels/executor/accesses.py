@@ -2,12 +2,12 @@
 instructions (9.7.13.5, 9.7.13.7).
 
 An access must be aligned to its size, a vector access to the size of the whole vector. Cache
-operators and eviction hints are accepted and ignored: they do not change the values read.
+operators and eviction hints are accepted and ignored.
 
-Threads take effect one after the other in an atomic instruction, in the order of their numbers. On
-shared memory acquire and release order nothing, barriers do. A kernel with atomic instructions on
-global memory runs program by program, so a lock is free when the next program asks for it; programs
-that wait for a later one of the grid never end here (an ENDLESS fault).
+An atomic instruction takes effect thread by thread, in the order of the thread numbers. On shared
+memory only barriers order accesses; acquire and release do not. A kernel with atomic instructions
+on global memory runs program by program, so a lock is free when the next program asks for it. A
+program that waits for a later program of the grid never ends (an ENDLESS fault).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kernels.executor.operands import (
     instruction,
     is_float,
 )
-from kernels.executor.ptx import LOCAL_ORIGIN, Address, Register
+from kernels.executor.ptx import LOCAL_ORIGIN, Operand, Register
 
 _HINTS = re.compile(r"ca|cg|cs|lu|cv|wb|wt|nc|weak|L1::.*|L2::.*")
 
@@ -42,20 +42,20 @@ def _space(translation: Translation) -> str:
     return translation.one_of(spaces).removesuffix("::cta")
 
 
-def _address(translation: Translation, operand, space: str) -> Read:
-    """Addresses in their space: those in local memory begin at 0."""
+def _address(translation: Translation, operand: Operand, space: str) -> Read:
+    """Address of an operand in its state space. Local memory begins at 0."""
     address = translation.address(operand)
     if space != "local":
         return address
     return lambda batch: address(batch) - np.uint64(LOCAL_ORIGIN)
 
 
-def registers_in(operand) -> tuple:
+def registers_in(operand: Operand) -> tuple:
     """The registers of an operand: a vector, or one."""
     return operand if isinstance(operand, tuple) else (operand,)
 
 
-def _vector(translation: Translation, operand) -> tuple:
+def _vector(translation: Translation, operand: Operand) -> tuple:
     registers, vector = registers_in(operand), translation.one_of(("v2", "v4", "v8"), default="v1")
     if int(vector[1:]) != len(registers):
         raise Unsupported(f"{len(registers)} registers for .{vector}")
@@ -83,7 +83,7 @@ def _ld(translation: Translation) -> Step:
     return load
 
 
-def _load_parameter(translation: Translation, target, source: Address, kind: str) -> Step:
+def _load_parameter(translation: Translation, target: Operand, source: Operand, kind: str) -> Step:
     name, dtype = source.base, DTYPES[kind]
     if name not in dict(translation.program.parameters):
         raise Unsupported(f"{name!r} is no parameter")
@@ -115,7 +115,7 @@ def _st(translation: Translation) -> Step:
     return store
 
 
-def _store_parameter(translation: Translation, target: Address, source, kind: str) -> Step:
+def _store_parameter(translation: Translation, target: Operand, source: Operand, kind: str) -> Step:
     """Set a parameter of a call, which is a register here."""
     if not isinstance(target.base, Register):
         raise Unsupported("parameters are read-only")
@@ -131,8 +131,8 @@ def _cp(translation: Translation) -> Step:
     if opcode == "cp.async.wait_all":
         return lambda batch, mask: batch.copies.wait_all(batch.every(mask))
     if opcode == "cp.async.wait_group":
-        most = int(translation.operands[0], 0)
-        return lambda batch, mask: batch.copies.wait(batch.every(mask), most)
+        max_pending = int(translation.operands[0], 0)
+        return lambda batch, mask: batch.copies.wait(batch.every(mask), max_pending)
     if not re.match(r"cp\.async\.c[ag]\.shared(::cta)?\.global(\.L2::\w+)*$", opcode):
         raise Unsupported("this form of cp is not supported")
     target, source, size, *rest = translation.operands
@@ -140,7 +140,7 @@ def _cp(translation: Translation) -> Step:
     read_size = translation.read(rest[0], "u32") if rest else None
 
     def copy(batch, mask):
-        """Copy the first read_size of `size` bytes; the others become zeros."""
+        """Copy the first read_size bytes and fill up to `size` with zeros."""
         active, sizes = batch.every(mask), np.array([size], np.int64)
         reading = active
         if read_size is not None:
@@ -175,8 +175,8 @@ def _move_matrices(translation: Translation) -> Step:
     matrix i; register i of thread 4 r + c holds the elements 2 c and 2 c + 1 of row r, or with
     .trans of column r."""
     loads, (count, transposed) = translation.parts[0] == "ldmatrix", _matrices(translation)
-    registers, place = translation.operands if loads else reversed(translation.operands)
-    registers, address = registers_in(registers), translation.address(place)
+    registers, source = translation.operands if loads else reversed(translation.operands)
+    registers, address = registers_in(registers), translation.address(source)
     if len(registers) != count:
         raise Unsupported(f"{len(registers)} registers for .x{count}")
     access = [(translation.write if loads else translation.read)(one, "b32") for one in registers]
@@ -204,14 +204,8 @@ def _move_matrices(translation: Translation) -> Step:
 
 _ORDERS = {"relaxed": "", "acquire": "a", "release": "r", "acq_rel": "ar"}
 _SCOPES = ("cta", "cluster", "gpu", "sys")
-REDUCTIONS = {
-    "add": np.add,
-    "min": np.minimum,
-    "max": np.maximum,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-}
+REDUCTIONS = {"add": np.add, "min": np.minimum, "max": np.maximum}
+REDUCTIONS |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 """Operations of atom, red and redux."""
 _OPERATIONS = {**REDUCTIONS, "exch": lambda _old, new: new}
 
@@ -226,21 +220,21 @@ def _atomic(translation: Translation) -> Step:
     space = translation.one_of(spaces).removesuffix("::cta")
     if is_float(kind) and (name not in ("add", "exch") or kind in PACKED or kind == "f16"):
         raise Unsupported(f".{name} of .{kind}")
-    target, place, *operands = translation.operands if returns else ("_", *translation.operands)
+    target, changed, *operands = translation.operands if returns else ("_", *translation.operands)
     if len(operands) != 1 + (name == "cas"):
         raise Unsupported(f"{len(operands)} operands of .{name}")
     dtype = DTYPES[kind]
-    write, address = translation.write(target, kind), translation.address(place)
+    write, address = translation.write(target, kind), translation.address(changed)
     reads = [translation.read(operand, kind) for operand in operands]
     is_global = space == "global"
     ordering = {"release": is_global and "r" in order, "acquire": is_global and "a" in order}
     compute = _OPERATIONS.get(name)
 
     def atomic(batch, mask):
-        places = batch.memory_of(space).atomic(batch, address(batch), mask, dtype, **ordering)
+        held_by = batch.memory_of(space).atomic(batch, address(batch), mask, dtype, **ordering)
         values = [batch.full(read(batch)) for read in reads]
         before = np.zeros(batch.num_threads, dtype)
-        for thread, held in places.items():
+        for thread, held in held_by.items():
             before[thread] = held[0]
             given = [value[thread : thread + 1] for value in values]
             if compute is not None:

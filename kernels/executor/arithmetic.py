@@ -4,11 +4,9 @@ Integers wrap around. f32 rounds to nearest even. It keeps subnormal numbers unl
 has .ftz, which flushes subnormal operands and results to zero. fma rounds once. f16 and bf16 are
 computed in f64, which holds their products and sums, and rounded once.
 
-Approximate functions (ex2, lg2, rcp, rsqrt, sqrt.approx, div.full, div.approx, tanh) are computed
-almost exactly, well within the error bound of the ISA. The last bits on a GPU may differ. On a GPU
-tanh.approx has a relative error of 2^-11. sin.approx and cos.approx have an absolute error of
-2^-20.9 within [-pi, pi] and no bound beyond. div.approx and div.full have an error of 2 ulp. The
-executor does not detect an op that needs higher accuracy.
+Approximate functions are computed almost exactly. On a GPU tanh.approx has a relative error of
+2^-11, div.approx and div.full one of 2 ulp, and sin.approx and cos.approx an absolute error of
+2^-20.9 within [-pi, pi] and no bound beyond. An op that needs higher accuracy is not detected.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ import operator
 
 import numpy as np
 
+from kernels.executor.accesses import registers_in
 from kernels.executor.formats import decode, encode, flush_subnormals, fused_multiply_add
 from kernels.executor.operands import (
     DTYPES,
@@ -51,8 +50,8 @@ def _floats(translation: Translation, compute, *known: str) -> Step:
     bits = PACKED.get(kind, "b16")
 
     def narrow(*arrays):
-        n = max(map(len, arrays))
-        wide = [decode(np.broadcast_to(a, n), kind).astype(np.float64) for a in arrays]
+        size = max(map(len, arrays))
+        wide = [decode(np.broadcast_to(a, size), kind).astype(np.float64) for a in arrays]
         return encode(compute(*wide), kind).view(DTYPES[bits])
 
     return elementwise(translation, narrow, bits)
@@ -86,6 +85,15 @@ def _arithmetic(integer, floating):
     return translate
 
 
+for _name, _compute in {
+    "add": operator.add,
+    "sub": operator.sub,
+    "neg": operator.neg,
+    "abs": np.abs,
+}.items():
+    instruction(_name)(_arithmetic(_compute, _compute))
+
+
 def _doubled(kind: str) -> str:
     return f"{kind[0]}{2 * int(kind[1:])}"
 
@@ -102,12 +110,6 @@ def _high_half(kind: str):
         return np.array(product & (2**64 - 1), np.uint64).view(DTYPES[kind])
 
     return exact
-
-
-instruction("add")(_arithmetic(operator.add, operator.add))
-instruction("sub")(_arithmetic(operator.sub, operator.sub))
-instruction("neg")(_arithmetic(operator.neg, operator.neg))
-instruction("abs")(_arithmetic(np.abs, np.abs))
 
 
 @instruction("mul")
@@ -152,10 +154,8 @@ def _mad_with_carry(translation: Translation) -> Step:
     if translation.kind != "u32":
         raise Unsupported(f"a carry of .{translation.kind}")
     target, *sources = translation.operands
-    reads, write = (
-        [translation.read(one, "u32") for one in sources],
-        translation.write(target, "u32"),
-    )
+    reads = [translation.read(source, "u32") for source in sources]
+    write = translation.write(target, "u32")
     added = translation.read(carry, "pred") if translation.parts[0] == "madc" else None
     set_carry = translation.write(carry if "cc" in translation.parts else "_", "pred")
 
@@ -222,7 +222,7 @@ def _extremum(integer, ignoring_nan):
         choose = integer if "NaN" in translation.parts else ignoring_nan
 
         def compute(first, *others):
-            for other in others:  # one more, or two from sm_100 on
+            for other in others:  # one, or two from sm_100 on
                 chosen = choose(first, other)
                 if (zero := chosen == 0).any():
                     # max gives +0 unless both are -0, min gives -0 unless both are +0.
@@ -240,32 +240,22 @@ instruction("min")(_extremum(np.minimum, np.fmin))
 instruction("max")(_extremum(np.maximum, np.fmax))
 
 
-def _function(compute):
-    return lambda translation: _floats(translation, compute)
+_FUNCTIONS = {"ex2": np.exp2, "lg2": np.log2, "sqrt": np.sqrt, "tanh": np.tanh, "sin": np.sin}
+_FUNCTIONS |= {"cos": np.cos, "rcp": lambda a: 1 / a, "rsqrt": lambda a: 1 / np.sqrt(a)}
 
 
-instruction("ex2")(_function(np.exp2))
-instruction("lg2")(_function(np.log2))
-instruction("rcp")(_function(lambda a: 1 / a))
-instruction("sqrt")(_function(np.sqrt))
-instruction("rsqrt")(_function(lambda a: 1 / np.sqrt(a)))
-instruction("tanh")(_function(np.tanh))
-instruction("sin")(_function(np.sin))
-instruction("cos")(_function(np.cos))
+@instruction(*_FUNCTIONS)
+def _function(translation: Translation) -> Step:
+    return _floats(translation, _FUNCTIONS[translation.parts[0]])
 
 
-def _bitwise(compute):
-    def translate(translation: Translation) -> Step:
-        translation.expect()
-        return elementwise(translation, compute, translation.kind)
-
-    return translate
+_BITWISE = {"and": operator.and_, "or": operator.or_, "xor": operator.xor, "not": operator.invert}
 
 
-instruction("and")(_bitwise(operator.and_))
-instruction("or")(_bitwise(operator.or_))
-instruction("xor")(_bitwise(operator.xor))
-instruction("not")(_bitwise(operator.invert))
+@instruction(*_BITWISE)
+def _bitwise(translation: Translation) -> Step:
+    translation.expect()
+    return elementwise(translation, _BITWISE[translation.parts[0]], translation.kind)
 
 
 @instruction("shl", "shr")
@@ -276,21 +266,19 @@ def _shift(translation: Translation) -> Step:
     kind, left = translation.kind, translation.parts[0] == "shl"
     dtype = np.dtype(DTYPES[kind])
     width = dtype.itemsize * 8
-    most = dtype.type(width - 1)
     target, value, amount = translation.operands
     value, amount = translation.read(value, kind), translation.read(amount, "u32")
     write = translation.write(target, kind)
 
     def shift(batch, mask):
         a, by = value(batch), amount(batch)
-        beyond = by >= width
+        beyond, clamped = by >= width, np.minimum(by, np.uint32(width - 1)).astype(dtype)
+        shifted = a << clamped if left else a >> clamped
         if not beyond.any():
-            write(batch, mask, a << by.astype(dtype) if left else a >> by.astype(dtype))
+            write(batch, mask, shifted)
             return
-        clamped = np.minimum(by, np.uint32(width - 1)).astype(dtype)
-        past = (a >> most) if kind[0] == "s" else dtype.type(0)
-        done = a << clamped if left else a >> clamped
-        write(batch, mask, np.where(beyond, past, done))
+        all_shifted_out = a >> dtype.type(width - 1) if kind[0] == "s" else dtype.type(0)
+        write(batch, mask, np.where(beyond, all_shifted_out, shifted))
         wrong = batch.full(beyond) & batch.every(mask)
         batch.undefine(target, wrong, f"a shift of {width} bits by {by.max()}")
 
@@ -359,13 +347,13 @@ def _prmt(translation: Translation) -> Step:
     def permute(a, b, selectors):
         both = a.astype(np.uint64) | (b.astype(np.uint64) << np.uint64(32))
         result = np.zeros(max(map(len, (a, b, selectors))), np.uint32)
-        for place in range(4):
-            selector = selectors >> np.uint32(4 * place)
+        for number in range(4):
+            selector = selectors >> np.uint32(4 * number)
             shift = (selector & np.uint32(7)).astype(np.uint64) * np.uint64(8)
             byte = ((both >> shift) & np.uint64(255)).astype(np.uint32)
             sign = np.where(byte & np.uint32(128), np.uint32(255), np.uint32(0))
             byte = np.where(selector & np.uint32(8), sign, byte)
-            result = result | (byte << np.uint32(8 * place))
+            result = result | (byte << np.uint32(8 * number))
         return result
 
     return elementwise(translation, permute, "b32")
@@ -388,7 +376,7 @@ _COMPARISONS = {
     "ls": np.less_equal,
     "hi": np.greater,
     "hs": np.greater_equal,
-    # Floating point: a NaN makes comparisons with "u" true, the others false, also "ne" (9.7.6).
+    # A NaN makes comparisons whose name ends in "u" true, and all others false, "ne" too (9.7.6).
     "equ": lambda a, b: ~((a < b) | (a > b)),
     "neu": lambda a, b: ~(a == b),
     "ltu": lambda a, b: ~(a >= b),
@@ -412,12 +400,11 @@ def _setp(translation: Translation) -> Step:
     compare = _COMPARISONS[name]
     if is_float(kind) and name == "ne":
         compare = lambda a, b: (a < b) | (a > b)  # noqa: E731
-    targets, first, second, *third = translation.operands
+    targets, first, second, *combined_with = translation.operands
     first, second = translation.read(first, kind), translation.read(second, kind)
-    combine = _COMBINATIONS[translation.one_of(_COMBINATIONS)] if third else None
-    third = translation.read(third[0], "pred") if third else None
-    targets = targets if isinstance(targets, tuple) else (targets,)
-    writes = [translation.write(target, "pred") for target in targets]
+    combine = _COMBINATIONS[translation.one_of(_COMBINATIONS)] if combined_with else None
+    thirds = [translation.read(operand, "pred") for operand in combined_with]
+    writes = [translation.write(target, "pred") for target in registers_in(targets)]
     narrow, ftz = element in ("f16", "bf16"), "ftz" in translation.parts
 
     def numbers(read, batch):
@@ -430,7 +417,7 @@ def _setp(translation: Translation) -> Step:
         if kind == element:
             holds = (holds, ~holds) if len(writes) > 1 else (holds,)
         for write, one in zip(writes, holds, strict=False):
-            write(batch, mask, one if combine is None else combine(one, third(batch)))
+            write(batch, mask, combine(one, thirds[0](batch)) if combine else one)
 
     return set_predicates
 

@@ -17,7 +17,7 @@ _FORMATTED = re.compile(r"%([-+ #0]*\d*(?:\.\d+)?)(ll|l|)([diuxXfFeEgGp%])")
 def _call(translation: Translation) -> Step:
     names = [one for one in translation.operands if isinstance(one, str)]
     arguments = translation.operands[translation.operands.index(names[0]) + 1 :]
-    reads = [translation.read(one, f"u{one.width}") for one in arguments]
+    reads = [translation.read(argument, f"u{argument.width}") for argument in arguments]
     texts = {
         translation.program.symbols[name]: bytes(array).split(b"\0")[0].decode()
         for name, array in translation.program.constants.items()

@@ -55,9 +55,9 @@ class Counts:
     lines: int = 0
     """128-byte lines, counted once per request."""
     read_bytes: int = 0
-    """Bytes read from global memory, counted for each thread that reads them."""
+    """Bytes read from global memory, counted for each thread."""
     written_bytes: int = 0
-    """Bytes written to global memory, counted for each thread that writes them."""
+    """Bytes written to global memory, counted for each thread."""
     distinct_bytes: int = 0
     """Different bytes of global memory that the launch accesses."""
     distinct_lines: int = 0
@@ -68,9 +68,6 @@ class Counts:
     """Shared-memory wavefronts beyond the first of each pass."""
     tensor_operations: int = 0
     """Multiplications and additions of tensor-core instructions."""
-    special_functions: int = 0
-    """Exponentials, logarithms, roots, reciprocals, sines and tanh, counted per thread. A
-    multiprocessor computes 16 per cycle (CUDA programming guide, native arithmetic throughput)."""
     barriers: int = 0
     """bar.sync instructions, counted once per warp."""
     bytes_in_flight: int = 0
@@ -85,11 +82,6 @@ class Counts:
     def sectors_per_request(self) -> float:
         """Sectors per request: 4 if 32 threads access 4 consecutive bytes each."""
         return self.sectors / self.requests if self.requests else 0.0
-
-    @property
-    def l2_bytes(self) -> int:
-        """Bytes between the multiprocessors and L2 if L1 keeps nothing between requests."""
-        return 32 * self.sectors
 
 
 _NO_BLOCK = np.uint64(2**64 - 1)
@@ -124,22 +116,12 @@ def _tensor_operations(one: Instruction) -> int:
     return 2 * m * n * k // (4 if one.parts[0] == "wgmma" else 1)  # shared by four warps
 
 
-_SPECIAL = re.compile(r"(ex2|lg2|rcp|rsqrt|sqrt|sin|cos|tanh)\..*approx|div\.(approx|full)")
-
-
-def _special_functions(one: Instruction) -> int:
-    """Special functions of an instruction, per warp."""
-    per_thread = 2 if one.opcode.endswith("x2") else 1
-    return 32 * per_thread if _SPECIAL.match(one.opcode) else 0
-
-
 class Tally:
     """Accumulates counts while the programs of a launch run."""
 
     def __init__(self, program: Program):
         self._program = program
-        self._counts: Counter[str] = Counter()
-        """Fields of `Counts` that are sums over accesses."""
+        self._counts: Counter[str] = Counter()  # fields of `Counts` that are sums over accesses
         self.bytes_in_flight = 0
 
     def global_access(self, addresses, mask, sizes, kind: str) -> None:
@@ -163,12 +145,11 @@ class Tally:
     def finish(self, memory, executed: np.ndarray) -> Counts:
         """The counts of the launch, after all its programs have ended. executed: how many warps
         have executed each instruction."""
-        instructions, counts = Counter(), self._counts.copy()
+        counts, instructions = self._counts.copy(), Counter[str]()
         for one, times in zip(self._program.instructions, executed.tolist(), strict=True):
             instructions[class_of(one)] += times
             counts["barriers"] += times * (one.opcode == "bar.sync")
             counts["tensor_operations"] += times * _tensor_operations(one)
-            counts["special_functions"] += times * _special_functions(one)
         distinct_bytes, distinct_lines = memory.touched()
         return Counts(
             {name: times for name, times in instructions.items() if times},

@@ -1,10 +1,10 @@
 """Global memory of a launch: the tensors that are its arguments, and nothing else.
 
-A kernel does not see a tensor's real address but one in a window of its own, far from every other.
-The lower bits are those that the tensor would have on a GPU, where storages begin at multiples of
-512, so lines and sectors do not depend on where this process has its memory. An access that leaves
-its tensor therefore hits no other one, and the fault can name the argument. Memory that a kernel
-finds by addresses in a tensor (`tables`) is known by its real addresses. memory.py has the checks.
+A kernel sees each tensor in an address window of its own, far from every other window. An access
+that leaves its tensor therefore hits no other tensor, and the fault can name the argument. The
+lower address bits are those that the tensor would have on a GPU, where storages begin at multiples
+of 512, so lines and sectors do not depend on host addresses. Memory that a kernel finds by
+addresses in a tensor (`tables`) is known by its real addresses. memory.py has the checks.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class TensorWindow:
     """A tensor that a kernel may access.
 
     sizes, strides: as of a tensor, the strides in bytes and not negative.
-    storage: where the memory begins that it is a view of.
+    storage: address of the first byte of its storage.
     unwritten: address of one byte for each byte of the tensor's span, 1 where nothing wrote it
-        yet; 0 if all of it counts as written.
+        yet. 0 means that all of it counts as written.
     """
 
     name: str
@@ -45,9 +45,8 @@ class TensorWindow:
     unwritten: int = 0
 
     @property
-    def place(self) -> int:
-        """Its address if the storage began at a multiple of 512, or as far behind one as it is
-        behind a multiple of 64 (PyTorch's of CPU memory)."""
+    def gpu_address(self) -> int:
+        """Its address on a GPU, modulo 512, if its storage has PyTorch's 64-byte alignment."""
         return self.address - self.storage + self.storage % 64
 
     @property
@@ -86,7 +85,7 @@ class GlobalMemory(CheckedMemory):
     ):
         self.tensors = [*tensors, *tables]
         self.pointers = [
-            ((number + 1) << WINDOW_BITS) | 1 << (WINDOW_BITS - 8) | (tensor.place & 0xFFFF)
+            ((number + 1) << WINDOW_BITS) | 1 << (WINDOW_BITS - 8) | (tensor.gpu_address & 0xFFFF)
             for number, tensor in enumerate(tensors)
         ]
         windows = np.zeros(len(self.tensors), WINDOW)
@@ -96,15 +95,16 @@ class GlobalMemory(CheckedMemory):
             window["base"], window["real"] = base, tensor.address - ORIGIN
             window["span"], window["itemsize"] = tensor.span, tensor.itemsize
             window["num_dims"] = len(dims)
-            for place, dim in enumerate(dims):
-                window["sizes"][place], window["strides"][place] = dim
+            for axis, dim in enumerate(dims):
+                window["sizes"][axis], window["strides"][axis] = dim
             window["unwritten"] = max(tensor.unwritten - ORIGIN, 0)
         regions, num_bytes = self._place_shadows(windows)
         super().__init__(windows, regions, num_bytes, len(tensors), num_programs)
 
     def _place_shadows(self, windows: np.ndarray) -> tuple[np.ndarray, int]:
-        """Place the windows among the bytes of all regions; returns the regions, and the number of
-        bytes. A place has the alignment of the address."""
+        """Set `shadow` and `region` of the windows. A shadow has the alignment of the address.
+
+        Returns the regions and their number of bytes."""
         starts, end, used = [], -1, 0
         for number in sorted(range(len(windows)), key=lambda n: self.tensors[n].address):
             tensor = self.tensors[number]
@@ -121,25 +121,23 @@ class GlobalMemory(CheckedMemory):
         return regions, used
 
     def run(self, batch, compiled, size: int, done: str, addresses, mask, *arguments) -> None:
-        """See CheckedMemory. Before its griddepcontrol.wait no thread of a dependent launch may
-        access global memory."""
+        """See CheckedMemory. A thread of a dependent launch may not access global memory before its
+        griddepcontrol.wait."""
         detail = "no griddepcontrol.wait came before the access"
         batch.refuse(mask & batch.early, FaultKind.LAUNCH_RACE, detail)
         super().run(batch, compiled, size, done, addresses, mask, *arguments)
 
     def threads(self, batch) -> Threads:
-        """See CheckedMemory."""
         epochs, per_program = batch.shared.epochs, batch.threads_per_program
         return Threads(batch.program_of_thread, epochs, per_program, batch.at)
 
     def tally(self, batch, addresses, mask, sizes, *kinds: str) -> None:
-        """Count an access; kinds: "read", "written"."""
         for kind in kinds if batch.launch.tally is not None else ():
             batch.launch.tally.global_access(addresses, mask, sizes, kind)
 
     def touched(self) -> tuple[int, int]:
         """(bytes, lines of 128) that programs have touched so far."""
-        num_bytes, lines = 0, set()
+        num_bytes, lines = 0, set[tuple[int, int]]()
         for number, (start, unit) in enumerate(self.arrays.regions.tolist()):
             if not unit:
                 continue
@@ -147,16 +145,15 @@ class GlobalMemory(CheckedMemory):
             units = np.flatnonzero((records["writer"] != 0) | (records["reader"] != 0))
             num_bytes += len(units) * unit
             for window, tensor in zip(self.arrays.windows, self.tensors, strict=True):
-                places = start + units * unit - window["shadow"]
-                inside = (places > -unit) & (places < tensor.span) & (window["region"] == number)
-                found = np.unique((places[inside] + tensor.place) // 128).tolist()
+                offsets = start + units * unit - window["shadow"]
+                inside = (offsets > -unit) & (offsets < tensor.span) & (window["region"] == number)
+                found = np.unique((offsets[inside] + tensor.gpu_address) // 128).tolist()
                 lines.update((tensor.storage, line) for line in found)
         return num_bytes, len(lines)
 
-    def place(self, window: int, offset: int) -> tuple[str | None, str, int, int]:
-        """(name, place, span, offset) of a tensor and a byte of it."""
+    def describe(self, window: int, offset: int) -> tuple[str | None, str, int, int]:
         if window < 0:
             return None, f"address {offset:#x}, which is in no tensor", 0, offset
         tensor = self.tensors[window]
-        place = f"{tensor.name} + {offset}" if offset >= 0 else f"{tensor.name} - {-offset}"
-        return tensor.name, f"{place} bytes", tensor.span, offset
+        where = f"{tensor.name} {'-' if offset < 0 else '+'} {abs(offset)} bytes"
+        return tensor.name, where, tensor.span, offset

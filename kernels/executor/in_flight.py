@@ -15,34 +15,39 @@ accumulators and the operands in registers.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from kernels.executor.faults import FaultKind
 
 
 class Queue:
-    """Operations in flight, for all threads of a batch. A subclass has `_end`: it gets `what`, the
-    threads whose wait ends now, and those that still have to wait."""
+    """Operations in flight, for all threads of a batch."""
 
     def __init__(self, batch):
         self._batch = batch
         self._committed = np.zeros(batch.num_threads, np.int64)
         self._queue: list[list] = []
         """For each instruction: the threads that have not waited for it, the number of groups that
-        each thread had committed before, and `what` it issued."""
+        each thread had committed before, and the operation."""
+
+    def _end(self, operation: Any, ending: np.ndarray, pending: np.ndarray) -> None:
+        """End an operation for threads whose wait ends now; pending: threads that did not wait."""
+        raise NotImplementedError
 
     def commit(self, mask: np.ndarray) -> None:
         """commit_group: close the current group of each masked thread."""
         self._committed += mask
 
-    def wait(self, mask: np.ndarray, most_pending: int) -> None:
-        """wait_group: complete all but the `most_pending` youngest groups of the masked threads."""
+    def wait(self, mask: np.ndarray, max_pending: int) -> None:
+        """wait_group: complete all but the `max_pending` youngest groups of the masked threads."""
         for issued in self._queue:
-            pending, group, what = issued
-            ending = pending & mask & (group < self._committed - most_pending)
+            pending, group, operation = issued
+            ending = pending & mask & (group < self._committed - max_pending)
             if ending.any():
                 issued[0] = pending & ~ending
-                self._end(what, ending, issued[0])
+                self._end(operation, ending, issued[0])
         self._queue = [issued for issued in self._queue if issued[0].any()]
 
     def wait_all(self, mask: np.ndarray) -> None:
@@ -50,9 +55,9 @@ class Queue:
         self.commit(mask)
         self.wait(mask, 0)
 
-    def push(self, mask: np.ndarray, *what) -> None:
-        """The masked threads have issued `what`."""
-        self._queue.append([mask, self._committed.copy(), what])
+    def push(self, mask: np.ndarray, *operation) -> None:
+        """The masked threads have issued an operation."""
+        self._queue.append([mask, self._committed.copy(), operation])
 
 
 class CopyQueue(Queue):
@@ -61,7 +66,7 @@ class CopyQueue(Queue):
     def __init__(self, batch):
         super().__init__(batch)
         self._in_flight = np.zeros(batch.num_programs, np.int64)
-        self.most_in_flight = np.zeros(batch.num_programs, np.int64)
+        self.max_in_flight = np.zeros(batch.num_programs, np.int64)
         """Largest number of pending bytes, for each program."""
 
     def issue(self, addresses: np.ndarray, mask: np.ndarray, data: np.ndarray, source) -> None:
@@ -70,7 +75,7 @@ class CopyQueue(Queue):
         self._batch.shared.store(self._batch, addresses, mask, data, later=True)
         self.push(mask, addresses, data, *source)
         self._in_flight += self._num_bytes(data, mask)
-        np.maximum(self.most_in_flight, self._in_flight, out=self.most_in_flight)
+        np.maximum(self.max_in_flight, self._in_flight, out=self.max_in_flight)
 
     def _end(self, copies, ending: np.ndarray, _pending) -> None:
         batch, (addresses, data, origin, reading, sizes) = self._batch, copies
@@ -84,7 +89,7 @@ class CopyQueue(Queue):
 
 
 class InFlight:
-    """Stands in for the array of a register that a product or load in flight writes."""
+    """In place of the array of a register that a product or load in flight writes."""
 
     def __init__(self, batch, array, threads, kind=FaultKind.MATRIX_IN_FLIGHT):
         self.batch, self.array, self.threads, self.kind = batch, array, threads, kind
@@ -96,7 +101,7 @@ class InFlight:
         return self.array
 
     def holding(self, array) -> InFlight:
-        """The same with an array in which threads that do not wait have written."""
+        """A copy with another array, in which threads that do not wait have written."""
         return InFlight(self.batch, array, self.threads, self.kind)
 
     def view(self, dtype):
@@ -163,14 +168,14 @@ class MatrixQueue(Queue):
             self._batch.shared.release_operands(programs[over], chunks[over])
             operands[number] = programs[~over], chunks[~over]
 
-    def wait(self, mask: np.ndarray, most_pending: int) -> None:
+    def wait(self, mask: np.ndarray, max_pending: int) -> None:
         """See Queue. Restores the arrays of registers that no product in flight writes."""
-        super().wait(mask, most_pending)
+        super().wait(mask, max_pending)
         registers = self._batch.registers
         busy: dict[int, np.ndarray] = {}
         for pending, _, (results, _) in self._queue:
             for index in results:
-                busy[index] = busy.get(index, False) | pending
+                busy[index] = busy[index] | pending if index in busy else pending
         for index, held in enumerate(registers):
             if isinstance(held, InFlight):
                 if index in busy:

@@ -141,7 +141,7 @@ class Launch:
                 batch = Batch(self, order[first : first + at_once], rng)
                 batch.run()
                 if self.tally:
-                    in_flight = int(batch.copies.most_in_flight.max())
+                    in_flight = int(batch.copies.max_in_flight.max())
                     self.tally.bytes_in_flight = max(self.tally.bytes_in_flight, in_flight)
         return self.tally.finish(self.memory, self.executed) if self.tally else None
 

@@ -1,9 +1,8 @@
 """Checked memory: what global, shared and local memory have in common.
 
 A record says which program and which of its warps read and wrote a unit of memory last. A unit is
-as large as the smallest access to its region so far, up to 16 bytes. Accesses are aligned to their
-size, so units lose nothing against bytes. By the memory consistency model (PTX ISA, chapter 8)
-these are races:
+as large as the smallest access to its region so far, up to 16 bytes; accesses are aligned to their
+size, so a unit is exact. By the memory consistency model (PTX ISA, chapter 8) these are races:
 
 - two programs access a unit and one of them writes it, unless both accesses are atomic, or the
   first program has since executed an atomic instruction with release semantics and the second one
@@ -15,14 +14,14 @@ these are races:
 - the source of a cp.async or of a matrix product is written before its wait, or the target of a
   cp.async is accessed.
 
-The threads of one warp are taken to run together.
+Threads of one warp do not race.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -33,7 +32,7 @@ WINDOW_BITS = 48  # real addresses of a process lie below
 MAX_DIMS = 8
 MAX_UNIT = 16
 ORIGIN = 1 << 16  # the operating system keeps the memory below
-SPACE = np.frombuffer((ctypes.c_uint8 * (2**47 - ORIGIN)).from_address(ORIGIN), np.uint8)
+SPACE = np.ctypeslib.as_array((ctypes.c_uint8 * (2**47 - ORIGIN)).from_address(ORIGIN))
 """The memory of this process as one array, so that compiled functions reach every tensor. Accesses
 are checked against the windows first."""
 
@@ -106,10 +105,11 @@ class Threads(NamedTuple):
     at: int  # the instruction; -1 in shared memory
 
 
-compiled = numba.njit(cache=True, _nrt=False)
+_UNCOUNTED: dict[str, Any] = {"cache": True, "_nrt": False}
+compiled = numba.njit(**_UNCOUNTED)
 """Compiles without reference counts: with them numba counts every array of Arrays for every thread,
 which takes five times longer. Such functions cannot allocate."""
-inlined = numba.njit(cache=True, forceinline=True, _nrt=False)
+inlined = numba.njit(**_UNCOUNTED, forceinline=True)
 
 _OUTSIDE, _HOLE, _MISALIGNED, _UNWRITTEN, _CONSTANT, _READING, _COPYING = range(1, 8)
 _RACE_WRITTEN, _RACE_READ, _WARP_WRITTEN, _WARP_READ, UNFENCED, _FINER = range(8, 14)
@@ -148,21 +148,20 @@ def _check(address, size, alignment, window):
 def _locate(address, size, alignment, windows, num_arguments):
     """(code, window, offset) of an access; code 0 if all is well.
 
-    Several tensors of an address table may begin at one address. One that fits is enough.
-    """
+    Several tensors of an address table may begin at one address. One valid window is enough."""
     top = np.int64(address >> np.uint64(WINDOW_BITS))
     if 0 < top <= num_arguments:
         code, offset = _check(address, size, alignment, windows[top - 1])
         return code, top - 1, offset
-    worst, window, place = _OUTSIDE, -1, np.int64(address)
+    worst, window, near = _OUTSIDE, -1, np.int64(address)
     if top == 0:
         for candidate in range(num_arguments, len(windows)):
             code, offset = _check(address, size, alignment, windows[candidate])
             if code == 0:
                 return code, candidate, offset
             if 0 <= offset < windows[candidate].span:
-                worst, window, place = code, candidate, offset
-    return worst, window, place
+                worst, window, near = code, candidate, offset
+    return worst, window, near
 
 
 @inlined
@@ -203,8 +202,8 @@ def _bit(warp):
 
 @inlined
 def may_read(memory, record, program, warp, epoch, constant, instruction, product):
-    """Whether the warp may read the unit now, else a report. product: for a product, which need not
-    wait for earlier ones."""
+    """Whether the warp may read the unit now, else a report. product: a product reads, and it need
+    not wait for earlier products."""
     report = memory.report
     if record.copying:
         report[0], report[4] = _COPYING, record.write_warp
@@ -260,7 +259,7 @@ def may_write(memory, record, program, warp, epoch, atomic, product):
 
 @inlined
 def units(memory, window, offset, size):
-    """Records of an access."""
+    """Numbers of the records of an access."""
     region = memory.regions[memory.windows[window].region]
     start, unit = region.start, region.unit
     first = memory.windows[window].shadow + offset - start
@@ -390,7 +389,7 @@ def _store(memory, threads, addresses, mask, data, alignment, later, begin):
 
 @compiled
 def _begin_atomics(memory, threads, addresses, mask, size, release, acquire, places, begin):
-    """Check atomic accesses, note them, and give their places in SPACE."""
+    """Check atomic accesses, note them, and set `places`, their indices in SPACE."""
     for thread in range(begin, len(addresses)):
         if not mask[thread]:
             continue
@@ -425,14 +424,13 @@ def _reserve(count: int, dtype: np.dtype) -> np.ndarray:
 class CheckedMemory:
     """Windows of memory, with a record of each unit. Accesses raise Fault.
 
-    A subclass has `race` (the kind of fault), `threads` (the Threads of a batch), `place` (name,
-    description, span and address of a byte), `tally` (counts an access).
-
     Args:
         windows, regions, num_bytes: where memory and records are; bytes of all regions.
         num_arguments: see Arrays.
         num_programs: of the grid, 0 if programs share nothing.
     """
+
+    race: FaultKind
 
     def __init__(self, windows, regions, num_bytes: int, num_arguments: int, num_programs: int):
         self.arrays = Arrays(
@@ -445,6 +443,18 @@ class CheckedMemory:
             np.zeros(1, np.int64),
             np.zeros(5, np.int64),
         )
+
+    def threads(self, batch) -> Threads:
+        """The threads of a batch."""
+        raise NotImplementedError
+
+    def tally(self, batch, addresses, mask, sizes, *kinds: str) -> None:
+        """Count an access. kinds: "read", "written"."""
+        raise NotImplementedError
+
+    def describe(self, window: int, offset: int) -> tuple[str | None, str, int, int]:
+        """(tensor, where it is, span of the window, address) of a byte."""
+        raise NotImplementedError
 
     def records(self, number: int) -> np.ndarray:
         """Records of a region in use."""
@@ -474,7 +484,7 @@ class CheckedMemory:
             raise self._fault(batch, code, thread, window, offset, other, f"{size} bytes {done}")
 
     def _fault(self, batch, code, thread, window, offset, other, what) -> Fault:
-        tensor, place, span, address = self.place(window, offset)
+        tensor, where, span, address = self.describe(window, offset)
         program = "others" if other < 0 else f"program {batch.launch.coordinates(other)}"
         warp = "another warp" if other < 0 else f"warp {other}"
         race, since = self.race, "since the last barrier"
@@ -494,7 +504,7 @@ class CheckedMemory:
             _WARP_READ: (race, f"{warp} of the program read it {since}"),
             UNFENCED: (FaultKind.FENCE, "threads wrote it without a fence.proxy.async since"),
         }[code]
-        detail = f"{what} at {place}: {detail}"
+        detail = f"{what} at {where}: {detail}"
         return batch.fault(kind, detail, thread, address=address, tensor=tensor)
 
     def load(
@@ -517,7 +527,7 @@ class CheckedMemory:
     def store(
         self, batch, addresses, mask, data: np.ndarray, *, later: bool = False, alignment: int = 0
     ) -> None:
-        """Write bytes [threads, size]. later: a copy begins, and `land_copies` will write them."""
+        """Write bytes [threads, size]. later: only begin a copy; `land_copies` writes the bytes."""
         mask, size = batch.every(mask), data.shape[1]
         done = "overwritten by an asynchronous copy" if later else "written"
         self.run(batch, _store, size, done, addresses, mask, data, alignment or size, later)
@@ -526,8 +536,8 @@ class CheckedMemory:
     def atomic(
         self, batch, addresses, mask, dtype, *, release: bool, acquire: bool
     ) -> dict[int, np.ndarray]:
-        """For each masked thread the number of `dtype` at its address, an array of one element to
-        read and write. The caller does so thread by thread."""
+        """For each masked thread a view of the number at its address, an array of one element. The
+        caller reads and writes it thread by thread."""
         mask, size = batch.every(mask), np.dtype(dtype).itemsize
         places = np.zeros(len(addresses), np.int64)
         arguments = addresses, mask, size, release, acquire, places

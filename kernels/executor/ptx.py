@@ -1,14 +1,16 @@
 """PTX text to a list of instructions (PTX ISA, chapters 4 to 6: syntax, state spaces, operands).
 
-Only what a compiler emits for one kernel is read: one `.entry`, registers, dynamic shared memory,
-local memory, constants of the module (tables, strings), blocks with registers of their own (inline
-assembly, parameters of a call), `.loc` lines.
+The text has one `.entry`, registers, dynamic shared memory, local memory, constants of the module
+(tables, strings), blocks with registers of their own (inline assembly, parameters of a call) and
+`.loc` lines.
 """
 
 from __future__ import annotations
 
 import re
+from collections import ChainMap
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -38,8 +40,9 @@ class Negated:
     register: Register
 
 
-Operand = Register | Address | Negated | tuple | str
-"""A str is a special register, a symbol, an immediate, a label, or "_" (no destination)."""
+Operand: TypeAlias = Any
+"""A Register, an Address, a Negated, a tuple of operands, or a str: a special register, a symbol,
+an immediate, a label, or "_" (no destination). Translation refuses an operand that does not fit."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class Instruction:
     opcode: str
     parts: tuple[str, ...]
     operands: tuple[Operand, ...]
-    predicate: tuple[Register, bool] | None
+    predicate: tuple[Any, bool] | None
     location: str
     text: str
 
@@ -71,7 +74,7 @@ class Program:
     symbols: dict[str, int] = field(default_factory=dict)
     """Address of each variable: dynamic shared memory begins at 0, local memory at LOCAL_ORIGIN;
     constants are in the memory of this process."""
-    carry: Register = field(init=False)
+    carry: Register = Register(0, 1)
     """The carry of multi-word arithmetic, a predicate."""
     constants: dict[str, np.ndarray] = field(default_factory=dict)
     """Bytes of the module's constants."""
@@ -115,11 +118,11 @@ def _where(text: str) -> str:
 
 
 class _Reader:
-    """State of reading one kernel: registers by name, innermost block last."""
+    """State of reading one kernel: registers and labels by name, in blocks."""
 
     def __init__(self, program: Program):
         self.program = program
-        self.scopes: list[dict[str, Register]] = [{}]
+        self.scoped: ChainMap[str, Register] = ChainMap()
         self.labels: list[dict[str, int]] = [program.labels]
         self.location = ""
 
@@ -128,36 +131,31 @@ class _Reader:
             counted = re.fullmatch(r"(%?[\w$]+)<(\d+)>", name)
             every = [f"{counted[1]}{i}" for i in range(int(counted[2]))] if counted else [name]
             for one in every:
-                self.scopes[-1][one] = Register(len(self.program.widths), _width(kind))
+                self.scoped[one] = Register(len(self.program.widths), _width(kind))
                 self.program.widths.append(_width(kind))
-
-    def register(self, name: str) -> Register | None:
-        return next((scope[name] for scope in reversed(self.scopes) if name in scope), None)
 
     def operand(self, text: str) -> Operand:
         text = text.strip()
         if text[0] == "{":
             return tuple(self.operand(part) for part in text[1:-1].split(","))
         if text[0] == "[":
-            base, _, offset = text[1:-1].partition("+")
-            base, offset = base.strip(), int(offset.strip() or "0", 0)
+            base, _, added = text[1:-1].partition("+")
+            base, offset = base.strip(), int(added.strip() or "0", 0)
             if re.fullmatch(r"-?(0x)?[\da-fA-F]+", base):
                 return Address(None, int(base, 0) + offset)
-            return Address(self.register(base) or base, offset)
+            return Address(self.scoped.get(base, base), offset)
         if "|" in text:
             return tuple(self.operand(part) for part in text.split("|"))
         if text[0] == "!":
-            return Negated(self.register(text[1:].strip()))
-        return self.register(text) or text
+            return Negated(self.scoped[text[1:].strip()])
+        return self.scoped.get(text, text)
 
     def statement(self, text: str) -> None:
-        text = re.sub(r"//[^\n]*", "", text)
-        if declared := _REGISTERS.fullmatch(text.strip()) or _CALL_PARAMETER.fullmatch(
-            text.strip()
-        ):
+        text = re.sub(r"//[^\n]*", "", text).strip()
+        if declared := _REGISTERS.fullmatch(text) or _CALL_PARAMETER.fullmatch(text):
             self.declare(*declared.groups())
             return
-        if declared := _LOCAL.fullmatch(text.strip()):
+        if declared := _LOCAL.fullmatch(text):
             start = -(-self.program.local_bytes // 16) * 16
             self.program.symbols[declared[1]] = LOCAL_ORIGIN + start
             self.program.local_bytes = start + int(declared[2])
@@ -177,7 +175,7 @@ class _Reader:
         except (ValueError, IndexError):
             why = "its operands cannot be read"
             raise UnknownInstruction(self.program.name, text, self.location, why) from None
-        guard = None if predicate is None else (self.register(predicate), negated == "!")
+        guard = None if predicate is None else (self.scoped.get(predicate), negated == "!")
         parts = tuple(opcode.split("."))
         self.program.instructions.append(
             Instruction(opcode, parts, operands, guard, self.location, text)
@@ -187,7 +185,7 @@ class _Reader:
         """Give labels of a block that ends, which others may have too, names of their own."""
         names = {label: f"{label}@{at}" for label, at in labels.items()}
         for number, one in enumerate(self.program.instructions):
-            if names.keys() & {operand for operand in one.operands if isinstance(operand, str)}:
+            if names.keys() & {*one.operands}:
                 operands = tuple(names.get(operand, operand) for operand in one.operands)
                 self.program.instructions[number] = replace(one, operands=operands)
         self.program.labels |= {names[label]: at for label, at in labels.items()}
@@ -200,12 +198,12 @@ class _Reader:
                 place = token["where"] or f"file {token['file']}:{token['line']}:{token['column']}"
                 self.location = _where(place)
             elif token["scope"] == "{":
-                self.scopes.append({})
+                self.scoped = self.scoped.new_child()
                 self.labels.append({})
             elif token["scope"] == "}":
-                self.scopes.pop()
-                if not self.scopes:
+                if len(self.labels) == 1:
                     return
+                self.scoped = self.scoped.parents
                 self.close_labels(self.labels.pop())
             elif token["label"]:
                 self.labels[-1][token["label"]] = len(self.program.instructions)
@@ -233,7 +231,7 @@ def parse(ptx: str) -> Program:
     }
     program = Program(
         name=entry[1],
-        target=re.search(r"\.target\s+(\w+)", ptx)[1],
+        target=re.findall(r"\.target\s+(\w+)", ptx)[0],
         parameters=[
             (name, f"b{8 * int(count)}" if count else kind)
             for kind, name, count in _PARAMETER.findall(entry[2])
@@ -241,8 +239,7 @@ def parse(ptx: str) -> Program:
         symbols=dict.fromkeys(shared, 0) | {name: x.ctypes.data for name, x in constants.items()},
         constants=constants,
     )
-    program.carry = Register(0, 1)
-    program.widths.append(1)
+    program.widths.append(program.carry.width)
     reader = _Reader(program)
     reader.read(ptx[ptx.index("{", entry.end()) + 1 :])
     reader.statement("ret")  # for a kernel that ends without one

@@ -1,12 +1,12 @@
-"""Shared memory of the programs of a batch, and what is in flight to and from it.
+"""Shared memory of the programs of a batch, and the copies and products in flight on it.
 
 memory.py has the checks. Shared memory is unwritten at the start, and reading unwritten memory is
 a fault.
 
-cp.async (PTX ISA 9.7.9.25) writes at some time between its issue and the wait that covers it. Its
-place may not be accessed during that time, nor have been accessed by another warp since the last
+cp.async (PTX ISA 9.7.9.25) writes at some time between its issue and the wait that covers it. In
+that time nothing may access its destination, nor may another warp have accessed it since the last
 barrier before the issue. After the wait it counts as written by the waiting warp. wgmma (9.7.15)
-and tcgen05.mma (9.7.16) read their operands until they are waited for: these may not be written
+and tcgen05.mma (9.7.16) read their operands until they are waited for, so nothing may write these
 before. They read through the async proxy, which sees writes of threads after fence.proxy.async.
 """
 
@@ -124,7 +124,6 @@ class SharedMemory(CheckedMemory):
         super().__init__(windows, regions, num_programs * stride, -1, 0)
 
     def threads(self, batch) -> Threads:
-        """See CheckedMemory."""
         return Threads(batch.program_of_thread, self.epochs, self._threads_per_program, -1)
 
     def land_copies(self, batch, addresses, mask, data: np.ndarray) -> None:
@@ -139,8 +138,8 @@ class SharedMemory(CheckedMemory):
         return out
 
     def release_operands(self, programs: np.ndarray, chunks, until_barrier: bool = True) -> None:
-        """Products of these programs have read what `take_operands` gave. until_barrier: only the
-        threads that waited for it may overwrite it before the program's next barrier."""
+        """Products of these programs have read their operands. until_barrier: before the program's
+        next barrier only the threads that waited may overwrite them."""
         epochs = self.epochs[programs] if until_barrier else np.full(len(programs), -1, np.int32)
         _release_operands(self.arrays, chunks, programs, epochs, self.space == "shared")
 
@@ -151,11 +150,9 @@ class SharedMemory(CheckedMemory):
         _fence(records, self.epochs[program], warps)
 
     def tally(self, batch, addresses, mask, sizes, *_kinds: str) -> None:
-        """Count an access."""
         if batch.launch.tally is not None and self.space == "shared":
             batch.launch.tally.shared_access(addresses, mask, int(sizes[0]))
 
-    def place(self, _window: int, offset: int) -> tuple[None, str, int, int]:
-        """(None, place, span, offset) of a byte."""
+    def describe(self, _window: int, offset: int) -> tuple[str | None, str, int, int]:
         span = int(self.arrays.windows[0]["span"])
         return None, f"{offset:#x} of {self.space} memory", span, offset

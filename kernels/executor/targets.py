@@ -34,7 +34,7 @@ _ONLY = {90: r"wgmma"}
 
 def number_of(target: str) -> int:
     """Compute capability of a target: 90 for "sm_90a"."""
-    return int(re.match(r"sm_(\d+)", target)[1])
+    return int(target.removeprefix("sm_").rstrip("af"))
 
 
 def refusal(opcode: str, target: str) -> str:
@@ -51,10 +51,10 @@ def check_launch(
     target: str, grid: tuple[int, int, int], num_warps: int, shared_bytes: int
 ) -> None:
     """Raise ValueError for a launch that exceeds the limits of the target."""
-    if not all(1 <= size <= most for size, most in zip(grid, MAX_GRID, strict=True)):
+    if not all(1 <= size <= limit for size, limit in zip(grid, MAX_GRID, strict=True)):
         raise ValueError(f"grid: expected 1 to {MAX_GRID} programs along x, y and z, got {grid}")
     if not 1 <= num_warps <= MAX_WARPS:
         raise ValueError(f"num_warps: expected 1 to {MAX_WARPS}, got {num_warps}")
-    most = SHARED_BYTES.get(number_of(target), max(SHARED_BYTES.values()))
-    if not 0 <= shared_bytes <= most:
-        raise ValueError(f"shared_bytes: expected at most {most} on {target}, got {shared_bytes}")
+    limit = SHARED_BYTES.get(number_of(target), max(SHARED_BYTES.values()))
+    if not 0 <= shared_bytes <= limit:
+        raise ValueError(f"shared_bytes: expected at most {limit} on {target}, got {shared_bytes}")

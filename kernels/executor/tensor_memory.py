@@ -32,7 +32,7 @@ _NOTHING = np.uint32(0xFFFFFFFF)
 
 @compiled
 def _claim(memory, threads, strips, size, claimers, product, _begin):
-    """Check that threads may write their strips. product: one does so, until `_end_products`."""
+    """Check that threads may write their strips; a product writes until `_end_products`."""
     for number in range(len(claimers)):
         thread = claimers[number]
         program, warp = threads.programs[thread] + 1, thread % threads.per_program // 32
@@ -50,8 +50,8 @@ def _claim(memory, threads, strips, size, claimers, product, _begin):
 
 @compiled
 def _end_products(memory, windows, strips, sizes):
-    for place in range(len(strips)):
-        for number in units(memory, windows[place], np.int64(strips[place]), sizes[place]):
+    for strip in range(len(strips)):
+        for number in units(memory, windows[strip], np.int64(strips[strip]), sizes[strip]):
             memory.records[number].producing -= 1
             memory.records[number].write_epoch = -1
 
@@ -85,8 +85,9 @@ class _Moves(Queue):
 
 
 class TensorMemory(SharedMemory):
-    """Tensor memory of the programs of a batch. A strip is several columns of one lane; it is given
-    as the place of its first byte."""
+    """Tensor memory of the programs of a batch.
+
+    A strip is several columns of one lane, given by the offset of its first byte."""
 
     race, unit = FaultKind.TENSOR_RACE, _BYTES
 
@@ -112,13 +113,12 @@ class TensorMemory(SharedMemory):
         strips = (lanes * COLUMNS + columns) * _BYTES
         if wrong.any():
             at = int(np.argmax(wrong))
-            _, where, _, address = self.place(0, int(strips.flat[at]))
+            _, where, _, address = self.describe(0, int(strips.flat[at]))
             detail, kind = f"{where}: the column is not allocated", FaultKind.OUT_OF_BOUNDS
             raise self._batch.fault(kind, detail, int(threads.flat[at]), address=address)
         return strips.astype(np.uint64)
 
-    def place(self, _window: int, offset: int) -> tuple[None, str, int, int]:
-        """(None, place, span, address) of a byte."""
+    def describe(self, _window: int, offset: int) -> tuple[str | None, str, int, int]:
         lane, column = divmod(offset // _BYTES, COLUMNS)
         where = f"tensor memory, lane {lane}, column {column}"
         return None, where, COLUMNS * _BYTES, lane << 16 | column
@@ -150,7 +150,7 @@ class TensorMemory(SharedMemory):
 
     def claim(self, threads: np.ndarray, strips: np.ndarray, count: int, product: bool) -> int:
         """Raise Fault unless n threads may write their strips [n, m] of `count` columns. product:
-        one does so, until it is complete. Returns the bytes of a strip."""
+        whether a product writes them, until it is complete. Returns the bytes of a strip."""
         size, done = _BYTES * count, "written by a product" if product else "given back"
         self.run(self._batch, _claim, size, done, strips, size, threads, product)
         return size
@@ -163,23 +163,13 @@ class TensorMemory(SharedMemory):
         self.products = [one for one in self.products if one not in products]
         programs = np.array([one.thread // self._threads_per_program for one in ending])
         counts = [len(one.written) for one in ending]
-        strips, sizes = (
-            np.concatenate([one.written for one in ending]),
-            [one.size for one in ending],
-        )
-        _end_products(self.arrays, programs.repeat(counts), strips, np.repeat(sizes, counts))
-        for memory in (self, self._batch.shared):
-            taken = [
-                (chunks, program)
-                for one, program in zip(ending, programs, strict=True)
-                for where, chunks in one.taken
-                if where is memory
-            ]
-            if taken:
-                chunks, windows = zip(*taken, strict=True)
-                windows = np.repeat(windows, [*map(len, chunks)])
-                chunks = np.concatenate(chunks)[:, None]
-                memory.release_operands(windows, chunks, until_barrier=False)
+        strips = np.concatenate([one.written for one in ending])
+        sizes = np.repeat([one.size for one in ending], counts)
+        _end_products(self.arrays, programs.repeat(counts), strips, sizes)
+        for one, program in zip(ending, programs, strict=True):
+            for memory, chunks in one.taken:
+                windows = np.full(len(chunks), program)
+                memory.release_operands(windows, chunks[:, None], until_barrier=False)
 
     # -- columns
 

@@ -16,7 +16,7 @@ def memory(num_bytes: int) -> torch.Tensor:
 def of_global_access(access: str, stride: int, sectors: int, lines: int):
     expected = {"requests": 1, "sectors": sectors, "lines": lines, "distinct_lines": lines}
     body = ADDRESS.format(stride=stride) + access
-    return body, {}, expected | {"l2_bytes": 32 * sectors, "sectors_per_request": sectors}
+    return body, {}, expected | {"sectors_per_request": sectors}
 
 
 def of_shared_access(access: str, stride: int, wavefronts: int, conflicts: int):
@@ -64,12 +64,6 @@ COUNTS = {
         + "cp.async.wait_group 1;" + COPY.format(2048) + "cp.async.wait_all;",
         {"num_warps": 2, "grid": (2, 1, 1), "shared_bytes": 3072},
         {"bytes_in_flight": 2 * 64 * 16},
-    ),
-    "special functions": (
-        "mov.b32 %r1, 0; mov.b32 %r3, 0; ex2.approx.ftz.f32 %r2, %r1; div.full.f32 %r3, %r1, %r1;"
-        "ex2.approx.f16x2 %r4, %r1; div.rn.f32 %r5, %r1, %r1;",
-        {"num_warps": 2, "grid": (3, 1, 1)},
-        {"special_functions": 3 * 2 * 32 * 4},
     ),
 }  # fmt: skip
 
