@@ -22,19 +22,12 @@ CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
 
-# The page reports what the browser shows; curves are checked after one of them is switched off.
+# The page reports what the browser shows.
 ASK = """<script>addEventListener("load", () => setTimeout(async () => {
-  const panels = Bokeh.documents.flatMap(document => document.roots());
-  const shown = panel => panel.renderers.filter(line => line.visible).length;
-  const before = panels.map(shown);
-  document.querySelector(".switches input").click();
   for (const table of document.querySelectorAll("details.table")) table.open = true;
   await new Promise(done => setTimeout(done, 500));
   const seen = {
     images: [...document.images].filter(image => image.naturalWidth > 300).length,
-    shown: before,
-    hidden: panels.map((panel, i) => before[i] - shown(panel)),
-    heights: panels.map(panel => panel.inner_height),
     cells: [...document.querySelectorAll(".table .scroll")].map(
       e => e.querySelectorAll("td").length),
     overflow: document.documentElement.scrollWidth - innerWidth,
@@ -89,8 +82,6 @@ def test_the_page_has_every_figure_and_table_and_asks_no_network(page):
         for attributes, text in elements.of("script")
         if attributes.get("type") == "application/json" and text.startswith("[[")
     ]
-    panels = [text for attributes, text in elements.of("div") if "data-root-id" in attributes]
-    assert len(panels) == pd.read_csv(RESULTS / "eviction/cpu/rows.csv")["trace"].nunique()
     lengths = [len(path.read_text().splitlines()) - 1 for path in RESULTS.glob("*/*/*.csv")]
     assert sorted(len(rows) for _, rows in tables) == sorted(lengths)
     assert all(len(row) == len(head) for head, rows in tables for row in rows)
@@ -123,16 +114,19 @@ def test_every_published_number_has_one_of_ours_beside_it(page):
     assert re.search(paged, text)
 
 
-def test_a_run_of_ones_own_stands_beside_the_committed_one(tmp_path):
+@pytest.mark.parametrize("in_checkout", [True, False])
+def test_a_run_of_ones_own_stands_beside_the_committed_one(in_checkout, tmp_path, monkeypatch):
+    if not in_checkout:
+        monkeypatch.setattr(report, "committed", lambda name: tmp_path / "none" / name / "cpu")
     folder = tmp_path / "memory_waste" / "cpu"
     shutil.copytree(RESULTS / "memory_waste" / "cpu", folder)
     rows = pd.read_csv(folder / "rows.csv")
     rows.assign(used_fraction=0.5).to_csv(folder / "rows.csv", index=False)
     assert cli.main(["report", "--results", str(tmp_path)]) == 0
     text = (tmp_path / "report.html").read_text()
-    row = (
-        r"vLLM</td><td>96.3\s%</td>\s*<td>9\d.\d\s% to 9\d.\d\s%</td><td>50.0\s%</td>\s*<td>agrees"
-    )
+    judged = r"9\d.\d\s% to 9\d.\d\s%" if in_checkout else r"50.0\s%"
+    verdict = "agrees" if in_checkout else "0.52 times"
+    row = rf"vLLM</td><td>96.3\s%</td>\s*<td>{judged}</td><td>50.0\s%</td>\s*<td>{verdict}"
     assert re.search(row, text)
 
 
@@ -171,10 +165,5 @@ def test_a_browser_shows_every_figure_and_finds_no_fault(page, tmp_path):
     [(body, _)] = Elements(shown.stdout).of("body")
     seen = json.loads(body["data-shown"])
     assert seen["images"] == len(FIGURES)
-    traces = pd.read_csv(RESULTS / "eviction" / "cpu" / "rows.csv")["trace"].nunique()
-    assert len(seen["heights"]) == traces
-    assert min(seen["heights"]) > 200, "of 380 pixels"
-    assert max(seen["shown"]) <= 16, "eight curves, each of a line and points"
-    assert seen["hidden"] == traces * [2]
     assert min(seen["cells"]) > 0
     assert seen["overflow"] <= 0
