@@ -25,14 +25,16 @@ from struct import iter_unpack
 
 from cache.blocks.sequence import ExtraKey, Sequence, encode_key
 
+xxh3_128_digest: Callable[[bytes], bytes]
+xxh64_digest: Callable[[bytes], bytes]
 try:
     from xxhash import xxh3_128_digest, xxh64_digest
 except ImportError:
 
-    def xxh3_128_digest(_data: bytes) -> bytes:
+    def _absent(_data: bytes) -> bytes:
         raise ImportError("hash_algorithm: xxh3_128 and xxh64 need the package xxhash, sha256 none")
 
-    xxh64_digest = xxh3_128_digest
+    xxh3_128_digest = xxh64_digest = _absent
 
 
 def sha256_digest(data: bytes) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import chain
 
 from cache.blocks.events import AllBlocksCleared, BlockRemoved, Event
@@ -44,8 +44,7 @@ class BlockPool:
 
     Cached-free blocks belong to the eviction policy.  It is asked only when there are no free
     blocks, and a block loses its content only when it is taken again.  With ``lru`` this is the
-    free queue of vLLM v1, which puts blocks without a hash at its front.  With
-    ``queue_uncached`` free blocks wait with the cached-free ones in one queue, as in older vLLM v1.
+    free queue of vLLM v1, which puts blocks without a hash at its front.
 
     Several blocks can hold the same content if they were computed side by side.  All of them are
     indexed, and a lookup finds the oldest.
@@ -55,25 +54,21 @@ class BlockPool:
         ref_counts: number of tables that hold each block; read-only to others.
         block_hashes: hash of each block's content, None if it cannot be found; read-only to others.
         policy: the eviction policy, which the pool starts and owns.
-        events: what was removed and cleared, for a manager that reports it; None otherwise.
+        queue_uncached: free blocks wait with the cached-free ones in one queue, as in older vLLM
+            v1; set before a block is taken.
+        events: events of removed and cleared content, for a manager that reports them, else None.
         counts: ``allocated_blocks``, and how many of them were cached-free (``evicted_blocks``).
     """
 
-    def __init__(
-        self,
-        num_blocks: int,
-        policy: EvictionPolicy,
-        *,
-        queue_uncached: bool = False,
-    ) -> None:
+    def __init__(self, num_blocks: int, policy: EvictionPolicy, counts: dict[str, int]) -> None:
         policy.start(num_blocks)
         self.num_blocks = self.num_free_blocks = num_blocks
         self.policy = policy
         self.ref_counts: list[int] = [0] * num_blocks
-        self.counts = {"allocated_blocks": 0, "evicted_blocks": 0}
+        self.counts = counts
+        self.queue_uncached = False
         self.events: list[Event] | None = None
         self._free = list(range(num_blocks))[::-1]  # a stack
-        self._queue_uncached = queue_uncached
         self.block_hashes: list[bytes | None] = [None] * num_blocks
         self._holders: dict[bytes, int] = {}  # hash -> the oldest block with this content
         self._duplicates: dict[bytes, list[int]] = {}  # hash -> the younger ones, by age
@@ -188,7 +183,7 @@ class BlockPool:
         """Whether the policy could have ``block``."""
         if block >= self.num_blocks or self.ref_counts[block]:
             return False
-        return self._queue_uncached or self.block_hashes[block] is not None
+        return self.queue_uncached or self.block_hashes[block] is not None
 
     def _publish(
         self, table: Sequence[int], hashes: Sequence[bytes], first: int, last: int
@@ -202,7 +197,8 @@ class BlockPool:
         parent = hashes[first - 1] if first else None
         for depth in range(first, last):
             block, key = table[depth], hashes[depth]
-            name = content[block] = key
+            content[block] = key
+            name: Hashable = key
             if holders.setdefault(key, block) != block:
                 self._duplicates.setdefault(key, []).append(block)
                 name = (key, block)
@@ -226,7 +222,7 @@ class BlockPool:
         num_uncached = 0
         while num_uncached < len(released) and hashes[released[num_uncached]] is None:
             num_uncached += 1
-        if num_uncached and not self._queue_uncached:
+        if num_uncached and not self.queue_uncached:
             self._free += reversed(released[:num_uncached])
             del released[:num_uncached]
         else:
@@ -267,15 +263,15 @@ class BlockPool:
         idle = [*self._free, *queued]
         require(len(idle) == self.num_free_blocks, f"{len(idle)} free, not {self.num_free_blocks}")
         require(len(idle) == len(set(idle)), f"a block is free twice: {sorted(idle)}")
-        idle, queued = set(idle), set(queued)
+        is_free, with_policy = set(idle), set(queued)
         for block, users in enumerate(self.ref_counts):
-            is_cached, is_idle = self.block_hashes[block] is not None, block in idle
+            is_cached, is_idle = self.block_hashes[block] is not None, block in is_free
             require(users >= 0, f"block {block} has ref_count {users}")
             require((users == 0) == is_idle, f"block {block}: ref_count {users}, free: {is_idle}")
-            if is_idle and not self._queue_uncached:
+            if is_idle and not self.queue_uncached:
                 require(
-                    is_cached == (block in queued),
-                    f"free block {block}: cached {is_cached}, with the policy {block in queued}",
+                    is_cached == (block in with_policy),
+                    f"free block {block}: cached {is_cached}, the policy has {sorted(with_policy)}",
                 )
-            if is_idle and block not in queued:
+            if is_idle and block not in with_policy:
                 require(not is_cached, f"block {block} has content but cannot be evicted")

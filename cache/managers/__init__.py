@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
-from cache.checks import true_or_false
 from cache.managers.base import (
     AllocStatus,
     CacheManager,
+    CacheOptions,
     CacheStats,
     InterruptedChange,
     UnsupportedByDesign,
@@ -34,7 +35,7 @@ def make_manager(
     policy: str | EvictionPolicy = "lru",
     hash_algorithm: str = "xxh3_128",
     enable_prefix_caching: bool = True,
-    **design_options,
+    **design_options: Any,
 ) -> CacheManager:
     """Make the cache manager ``name`` for ``num_blocks`` blocks of ``block_size`` tokens.
 
@@ -53,23 +54,23 @@ def make_manager(
     manager_class = MANAGERS.get(name) if isinstance(name, str) else None
     if manager_class is None:
         raise ValueError(f"manager={name!r} is unknown; choose from {', '.join(sorted(MANAGERS))}")
-    accepted = list(inspect.signature(manager_class).parameters)[2:]
+    accepted = list(inspect.signature(manager_class).parameters)[1:]
     unknown = sorted(set(design_options) - set(accepted))
     if unknown:
+        shared = ["policy", "enable_prefix_caching"] * manager_class.prefix_caching
+        shared += ["hash_algorithm"] * bool(manager_class.own_hash)
         raise ValueError(
             f"manager {name!r} has no option {', '.join(unknown)}; "
-            f"its options: {', '.join(accepted) or 'none'}"
+            f"its options: {', '.join(shared + accepted) or 'none'}"
         )
-    true_or_false("enable_prefix_caching", enable_prefix_caching)
-    if manager_class.prefix_caching:
-        design_options |= {"policy": policy, "enable_prefix_caching": enable_prefix_caching}
-        if hash_algorithm != "xxh3_128":
-            design_options["hash_algorithm"] = hash_algorithm
-    elif policy != "lru":
-        raise UnsupportedByDesign(name, f"a policy ({policy!r})")
-    elif hash_algorithm != "xxh3_128":
-        raise UnsupportedByDesign(name, f"a hash_algorithm ({hash_algorithm!r})")
-    return manager_class(num_blocks, block_size, **design_options)
+    options = CacheOptions(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        policy=policy,
+        hash_algorithm=hash_algorithm,
+        enable_prefix_caching=enable_prefix_caching,
+    )
+    return manager_class(options, **design_options)
 
 
 __all__ = [

@@ -4,27 +4,19 @@ A manager owns the block ids of one cache and decides which block holds which to
 data.  It returns the copies to make, and the caller's kernels write K and V to
 ``slot = block_table[position // block_size] * block_size + position % block_size``.
 
-``allocate_slots`` gives slots to the next tokens of a sequence: a prompt, a chunk of a prompt, or a
-decoded token.
+A scheduler looks up each prefix once, with ``find``:
 
-    if manager.can_allocate(seq) is AllocStatus.OK:
-        blocks, num_cached = manager.get_computed_blocks(seq)   # their K/V are in the cache
-        manager.allocate_slots(seq, seq.num_tokens - num_cached, blocks)
-        ...                                     # compute and store K/V of the other tokens
-    seq.append_token(token_id)
-    copies = manager.allocate_slots(seq, 1)     # (src, dst) blocks, to copy before the step
-    ...                                         # compute and store K/V of the new token
-    manager.free(seq)                           # finished or preempted; the same calls resume it
-
-``allocate(seq)`` does the same for all tokens of a new sequence, and ``append(seq)`` for all tokens
-that have no slot yet.
-
-A scheduler calls ``find`` and ``admit``, so that it looks up each prefix once:
-
-    hit = manager.find(seq)
+    hit = manager.find(seq)                     # its blocks hold K/V of a prefix of seq
     if manager.can_allocate(seq, hit) is AllocStatus.OK:
         copies = manager.admit(seq, hit, end)   # slots for the tokens before ``end``
-    copies = manager.append(seq, end)           # slots for more tokens, up to another ``end``
+    ...                                         # run copies, compute and store K/V of these tokens
+    seq.append_token(token_id)
+    copies = manager.append(seq)                # slots for all tokens that have none
+    ...
+    manager.free(seq)                           # finished or preempted; the same calls resume it
+
+Scripts can use two shorter forms.  ``allocate(seq)`` finds and admits a whole sequence.
+``get_computed_blocks`` and ``allocate_slots`` count new tokens, as in vLLM v1.
 
 A full block can be found from the call that gives its last token a slot, if its tokens are known by
 then, and otherwise from the next call about the sequence.
@@ -45,7 +37,7 @@ from __future__ import annotations
 import abc
 import enum
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, MutableSequence
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -54,7 +46,7 @@ from typing import Any, ClassVar, NamedTuple
 from cache.blocks.memory_usage import MemoryUsage
 from cache.blocks.sequence import Sequence
 from cache.checks import as_int, at_least, require, true_or_false
-from cache.policies.base import RequestInfo
+from cache.policies.base import EvictionPolicy, RequestInfo
 
 Copies = list[tuple[int, int]]
 """(source block, destination block) pairs."""
@@ -110,9 +102,9 @@ class _Change:
 class CacheStats:
     """Counters of a manager since it was made.
 
-    A sequence that is preempted and resumed finds blocks of its own.  So what is asked for and
-    found when it resumes is counted apart, as in vLLM's ``PrefixCacheStats``, and hit rates are
-    those of first allocations.  A block query is a full block of the allocated sequence.
+    A sequence that is preempted and resumed finds blocks of its own.  So queries and hits of
+    resumptions have counters of their own, as in vLLM's ``PrefixCacheStats``, and hit rates count
+    first allocations only.  A block query is a full block of the allocated sequence.
     """
 
     num_allocations: int = 0
@@ -171,13 +163,33 @@ class Table:
     """The blocks of a sequence in the order of its tokens; ``seq`` counts the stored tokens."""
 
     seq: Sequence
-    blocks: Items[int] = field(default_factory=list)
+    blocks: MutableSequence[int] = field(default_factory=list)
     is_swapped_out: bool = False
     """True if the blocks are in host memory."""
     no_alloc_until: int = 0
-    """Up to this number of tokens ``append`` changes nothing but the count.  Set by ``_extend``."""
+    """Tokens up to this length need no new block and no copy.  Set by ``_extend``."""
     num_lookahead_tokens: int = 0
     """Slots that the next ``_extend`` is to give beyond the last token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheOptions:
+    """The options that all designs share; ``make_manager`` describes them."""
+
+    num_blocks: int
+    block_size: int
+    policy: str | EvictionPolicy = "lru"
+    hash_algorithm: str = "xxh3_128"
+    enable_prefix_caching: bool = True
+
+
+def _not_offered(feature: str) -> Callable[..., Any]:
+    """The method ``feature`` of a design without it."""
+
+    def refuse(self: CacheManager, *_arguments: Any) -> Any:
+        raise UnsupportedByDesign(self.name, feature)
+
+    return refuse
 
 
 class CacheManager(abc.ABC):
@@ -188,17 +200,24 @@ class CacheManager(abc.ABC):
     see the class attributes ``can_...``, raises UnsupportedByDesign.
 
     A design defines ``_extend``, ``_release`` and ``num_free_blocks``.  With ``prefix_caching`` it
-    also defines ``_match``, ``_num_idle`` and ``_begin``, with ``can_fork`` ``_share(table,
-    copy)``, with ``can_reset`` ``_forget()``, with ``can_swap`` the swap calls.  docs/deviations.md
-    lists where the designs differ from the systems that they reproduce.
+    also defines ``_match``, ``_num_idle`` and ``_begin``, with ``can_fork`` ``_share``, with
+    ``can_reset`` ``_forget``, with ``can_swap`` the swap calls.  docs/deviations.md lists where the
+    designs differ from the systems that they reproduce.
+
+    Raises ValueError for bad options, and UnsupportedByDesign for a policy or a hash algorithm that
+    the design does not use.
     """
 
     name: str = ""
     """Registry name, as in ``make_manager(name)``."""
 
     prefix_caching: bool = True
-    """Whether the design shares equal prefixes, and so takes a policy, a hash algorithm and
+    """Whether the design shares equal prefixes, and so takes a policy and
     ``enable_prefix_caching``."""
+
+    own_hash: str = ""
+    """The design's hash algorithm, unless another than ``"xxh3_128"`` is asked for.  Empty if it
+    hashes no block."""
 
     can_chunk: bool = True
     """Whether a prompt can get its slots over several calls."""
@@ -216,7 +235,7 @@ class CacheManager(abc.ABC):
     """Whether cached content can be dropped."""
 
     clock: Callable[[], float] | None = None
-    """Returns the time for policies, in seconds; set by an engine.  None: time is unknown."""
+    """Returns the time for policies, in seconds; an engine sets it.  None: time is unknown."""
 
     interruption: str
     """The error that interrupted a change; empty while the state is consistent."""
@@ -226,17 +245,28 @@ class CacheManager(abc.ABC):
 
     _table_class: ClassVar[type[Table]] = Table
 
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        *,
-        enable_prefix_caching: bool = False,
-    ) -> None:
-        self.num_blocks = at_least(1, "num_blocks", num_blocks)
-        self.block_size = at_least(1, "block_size", block_size)
-        self.enable_prefix_caching = true_or_false("enable_prefix_caching", enable_prefix_caching)
-        self._tables: dict[Hashable, Table] = {}
+    _share: Callable[[Any, Any], None]
+    """Gives a new table, the second, the stored blocks of the first."""
+
+    _forget: Callable[[], None]
+    """Drops all cached content; no block is in use."""
+
+    swap_out, can_swap_out = _not_offered("swap_out"), _not_offered("can_swap_out")
+    swap_in, can_swap_in = _not_offered("swap_in"), _not_offered("can_swap_in")
+
+    def __init__(self, options: CacheOptions) -> None:
+        self.num_blocks = at_least(1, "num_blocks", options.num_blocks)
+        self.block_size = at_least(1, "block_size", options.block_size)
+        caching = true_or_false("enable_prefix_caching", options.enable_prefix_caching)
+        self.enable_prefix_caching = caching and self.prefix_caching
+        if options.policy != "lru" and not self.prefix_caching:
+            raise UnsupportedByDesign(self.name, f"a policy ({options.policy!r})")
+        is_default = options.hash_algorithm == "xxh3_128"
+        if not self.own_hash and not is_default:
+            feature = f"a hash_algorithm ({options.hash_algorithm!r}): it hashes no block"
+            raise UnsupportedByDesign(self.name, feature)
+        self.hash_algorithm = self.own_hash if is_default else options.hash_algorithm
+        self._tables: dict[Hashable, Any] = {}  # of _table_class
         self._preempted: set[Hashable] = set()  # ids of sequences that are to resume
         self._counts = dict.fromkeys(CacheStats.__dataclass_fields__, 0)
         self._version = 0  # rises when hits become stale
@@ -252,8 +282,7 @@ class CacheManager(abc.ABC):
     def on_queued(self, position: tuple[int, ...], seq: Sequence | None = None) -> None:  # noqa: B027
         """Tell the policy that ``seq`` waits at queue ``position``.  None: it left the queue.
 
-        Only designs that find blocks by their hashes in a pool do so, and only if the policy
-        defines ``on_queued``.
+        Only designs with a block pool do so, and only if the policy defines ``on_queued``.
         """
 
     def find(self, seq: Sequence, limit: int | None = None) -> Hit:
@@ -273,7 +302,7 @@ class CacheManager(abc.ABC):
         return Hit(blocks, num_tokens, match, self._version, seq, self)
 
     def _most_hits(self, seq: Sequence) -> int:
-        """Most blocks that a hit of ``seq`` can have."""
+        """Maximum length of a hit of ``seq``, in blocks."""
         return (len(seq.token_ids) - 1) // self.block_size
 
     def get_computed_blocks(self, seq: Sequence) -> tuple[list[int], int]:
@@ -284,7 +313,7 @@ class CacheManager(abc.ABC):
     def can_allocate(self, seq: Sequence, hit: Hit | None = None) -> AllocStatus:
         """Whether ``allocate(seq)`` would succeed now.  Changes nothing.
 
-        ``hit`` is the result of ``find``.  None, or one that ``admit`` would refuse: look it up.
+        ``hit`` is the result of ``find``.  If it is None or stale the prefix is looked up again.
         """
         if self.interruption:
             raise InterruptedChange(self.interruption)
@@ -292,7 +321,7 @@ class CacheManager(abc.ABC):
         if needed > self.num_blocks:
             return AllocStatus.NEVER
         free = self.num_free_blocks
-        if needed > free:  # unless others use the cached part of the prefix already
+        if needed > free:  # unless other sequences use the cached part of the prefix already
             wanted = (seq, self._version, self)
             if hit is None or (hit.num_tokens and (hit.seq, hit.version, hit.manager) != wanted):
                 hit = self.find(seq)
@@ -316,12 +345,10 @@ class CacheManager(abc.ABC):
         if hit.num_tokens and hit.version != self._version:
             raise ValueError("hit: the manager has changed since it was found; call find again")
         if not (isinstance(end, Integral) and hit.num_tokens < end <= len(seq.token_ids)):
-            raise ValueError(
-                f"end={end!r}: needs an int from {hit.num_tokens + 1} to {len(seq.token_ids)}"
-            )
+            raise _wrong_end(seq, hit.num_tokens, end)
         end, table = int(end), self._table_class(seq)
         if num_lookahead_tokens != 0:
-            table.num_lookahead_tokens = _lookahead(self, num_lookahead_tokens)
+            table.num_lookahead_tokens = _checked_lookahead(self, num_lookahead_tokens)
         counts, kind = self._counts, "resumed_" if seq.seq_id in self._preempted else ""
         with self._change:
             copies = self._begin(table, hit, end)
@@ -343,27 +370,37 @@ class CacheManager(abc.ABC):
         self.admit(seq, hit, len(seq.token_ids))
         return hit.num_tokens
 
-    def append(self, seq: Sequence, end: int | None = None) -> Copies:
+    def append(
+        self, seq: Sequence, end: int | None = None, num_lookahead_tokens: int = 0
+    ) -> Copies:
         """Give slots to the tokens of ``seq`` that have none, or only to those before ``end``.
 
         There must be at least one.  Returns and raises as ``allocate_slots`` does.
         """
         table = self._tables.get(seq.seq_id)
-        if table is None or self.interruption:
-            self._table_of(seq)  # raises
-        owner, num_tokens = table.seq, len(seq.token_ids)
-        start = owner.num_computed_tokens
+        if table is None or self.interruption or table.is_swapped_out:
+            table = self._table_on_device(seq)  # raises
+        start, num_tokens = table.seq.num_computed_tokens, len(seq.token_ids)
+        is_decode = end is None and not num_lookahead_tokens
+        if is_decode and start < num_tokens <= table.no_alloc_until and table.seq is seq:
+            seq.num_computed_tokens = num_tokens
+            return []
         end = num_tokens if end is None else as_int("end", end)
         if not start < end <= num_tokens:
-            self._table_on_device(seq)  # raises for one that is swapped out
-            raise ValueError(
-                f"append: end={end} for sequence {seq.seq_id!r}, but {start} of its {num_tokens} "
-                "tokens have a slot; append a token to the sequence first"
-            )
-        if end <= table.no_alloc_until and owner is seq:
+            raise _wrong_end(seq, start, end)
+        if num_lookahead_tokens != 0:
+            table.num_lookahead_tokens = _checked_lookahead(self, num_lookahead_tokens)
+        if table.seq is not seq:  # another object with the same id
+            seq.num_cached_tokens, seq.num_computed_tokens = table.seq.num_cached_tokens, start
+            seq.table_version += 1
+            table.seq = seq
+        with self._change:
+            copies = self._extend(table, start, end)
+            self._version += 1
+            if copies or -(-end // self.block_size) > -(-start // self.block_size):
+                seq.table_version += 1
             seq.num_computed_tokens = end
-            return []
-        return self._grow(table, seq, start, end)
+        return copies
 
     def can_append(self, seq: Sequence) -> bool:
         """Whether ``append(seq)`` would find enough free blocks.  Changes nothing."""
@@ -381,47 +418,34 @@ class CacheManager(abc.ABC):
 
         A new sequence starts with ``computed_blocks``, from ``get_computed_blocks``.
 
-        ``num_lookahead_tokens`` drafts, which ``seq`` does not have, get the slots behind them, as
-        in vLLM v1.  Their blocks cannot be found.  Append the drafts that are accepted; the next
-        call counts them.  The slots of rejected drafts are written again: no call rolls them back.
+        ``num_lookahead_tokens`` drafts, which are not among the tokens of ``seq``, get the slots
+        behind them, as in vLLM v1.  Their blocks cannot be found.  Append the drafts that are
+        accepted; the next call counts them.  The slots of rejected drafts are written again.
 
         Returns the (src, dst) blocks to copy before K/V of the tokens are written.  Sets
         ``seq.num_computed_tokens``.  Raises OutOfBlocks, UnsupportedByDesign for lookahead tokens
-        with another design than ``vllm_v1``, and ValueError for a number out of range and for
-        blocks that do not hold the prefix.
+        of a design but ``vllm_v1``, and ValueError for a number out of range and for blocks that do
+        not hold the prefix.
         """
+        count = as_int("num_new_tokens", num_new_tokens)
         table = self._tables.get(seq.seq_id)
-        if table is None:
-            start = len(computed_blocks) * self.block_size
-        else:
-            start = table.seq.num_computed_tokens
-        end = start + as_int("num_new_tokens", num_new_tokens)
-        if not start < end <= len(seq.token_ids):
-            raise ValueError(
-                f"num_new_tokens={num_new_tokens}: {start} of the {seq.num_tokens} tokens of "
-                f"sequence {seq.seq_id!r} have a slot, so needs 1 to {seq.num_tokens - start} new "
-                "ones"
-            )
         if table is not None:
             if len(computed_blocks):
                 raise ValueError(
                     f"computed_blocks: sequence {seq.seq_id!r} has blocks already, and these can "
                     "only go in front of its first chunk"
                 )
-            if num_lookahead_tokens != 0:
-                table.num_lookahead_tokens = _lookahead(self, num_lookahead_tokens)
-                return self._grow(table, seq, start, end)
-            return self.append(seq, end)
-        if end < len(seq.token_ids) and not self.can_chunk:
-            raise UnsupportedByDesign(
-                self.name, f"chunks ({num_new_tokens} of {seq.num_tokens - start} tokens)"
-            )
+            return self.append(seq, table.seq.num_computed_tokens + count, num_lookahead_tokens)
         hit = self.find(seq, len(computed_blocks)) if len(computed_blocks) else NOTHING
         if list(hit.blocks) != list(computed_blocks):
             raise ValueError(
                 f"computed_blocks={list(computed_blocks)}: these do not hold the prefix of "
                 f"sequence {seq.seq_id!r} (any more); call get_computed_blocks again"
             )
+        end = hit.num_tokens + count
+        if hit.num_tokens < end < len(seq.token_ids) and not self.can_chunk:
+            chunk = f"chunks ({count} of {len(seq.token_ids) - hit.num_tokens} tokens)"
+            raise UnsupportedByDesign(self.name, chunk)
         return self.admit(seq, hit, end, num_lookahead_tokens)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -476,29 +500,6 @@ class CacheManager(abc.ABC):
         FREED replaces blocks behind a sliding window.
         """
         return list(self._table_of(seq).blocks)
-
-    def swap_out(self, seq: Sequence) -> Copies:
-        """Move ``seq`` to host memory; returns the (device block, host block) pairs to copy now.
-
-        Until it is back only ``swap_in``, ``free`` and ``block_table`` (of host blocks) accept
-        ``seq``.  Raises OutOfBlocks.
-        """
-        raise UnsupportedByDesign(self.name, "swap_out")
-
-    def swap_in(self, seq: Sequence) -> Copies:
-        """Move ``seq`` back; returns the (host block, device block) pairs to copy now.
-
-        Raises OutOfBlocks.
-        """
-        raise UnsupportedByDesign(self.name, "swap_in")
-
-    def can_swap_out(self, seq: Sequence) -> bool:
-        """Whether ``swap_out(seq)`` would find enough free host blocks.  Changes nothing."""
-        raise UnsupportedByDesign(self.name, "can_swap_out")
-
-    def can_swap_in(self, seq: Sequence) -> AllocStatus:
-        """Whether ``seq`` can come back now and continue.  Changes nothing."""
-        raise UnsupportedByDesign(self.name, "can_swap_in")
 
     def reset_prefix_cache(self) -> bool:
         """Drop all cached content, as after a change of weights.
@@ -571,26 +572,6 @@ class CacheManager(abc.ABC):
             raise ValueError(f"sequence {seq.seq_id!r} is swapped out")
         return table
 
-    def _grow(self, table: Any, seq: Sequence, start: int, end: int) -> Copies:
-        """Give slots to the tokens of ``seq`` from ``start`` to ``end``."""
-        if self.interruption or table.is_swapped_out:
-            self._table_on_device(seq)  # raises
-        if table.seq is not seq:  # another object with the same id
-            seq.num_cached_tokens, seq.num_computed_tokens = table.seq.num_cached_tokens, start
-            seq.table_version += 1
-            table.seq = seq
-        try:  # as ``with self._change``, in less time
-            copies = self._extend(table, start, end)
-            self._version += 1
-            if copies or -(-end // self.block_size) > -(-start // self.block_size):
-                seq.table_version += 1
-            seq.num_computed_tokens = end
-            self.interruption = ""
-        except BaseException as error:
-            self._change.__exit__(None, error, None)
-            raise
-        return copies
-
     def _notify_policy(
         self, seq: Sequence, output_tokens: float = math.nan, hints: Items[float] = ()
     ) -> None:
@@ -603,7 +584,7 @@ class CacheManager(abc.ABC):
 
     @abc.abstractmethod
     def _extend(self, table: Any, start: int, end: int) -> Copies:
-        """Give ``table`` the blocks of its tokens before ``end``; those from ``start`` are new.
+        """Give ``table`` the blocks of its tokens before ``end``.  Tokens from ``start`` are new.
 
         Returns the copies to make before the new tokens are written.  Raises OutOfBlocks, or else
         sets ``interruption`` to MIDDLE before it takes a block.
@@ -622,7 +603,7 @@ class CacheManager(abc.ABC):
         return (), None
 
     def _num_idle(self, hit: Hit) -> int:
-        """How many blocks of ``hit`` have no user and so count as free."""
+        """Number of blocks of ``hit`` without a user, which count as free."""
         return 0
 
     def _num_needed(self, table: Any, end: int) -> int:
@@ -640,8 +621,15 @@ class CacheManager(abc.ABC):
         return -(-num_slots // self.block_size)
 
 
-def _lookahead(manager: CacheManager, num_tokens: int) -> int:
-    """``num_lookahead_tokens``, checked."""
+def _wrong_end(seq: Sequence, start: int, end: int) -> ValueError:
+    return ValueError(
+        f"end={end!r}: {start} of the {seq.num_tokens} tokens of sequence {seq.seq_id!r} have a "
+        f"slot; needs an int from {start + 1} to {seq.num_tokens}, or append tokens to the "
+        "sequence first"
+    )
+
+
+def _checked_lookahead(manager: CacheManager, num_tokens: int) -> int:
     if num_tokens != 0 and not manager.can_look_ahead:
         raise UnsupportedByDesign(manager.name, "num_lookahead_tokens")
     return at_least(0, "num_lookahead_tokens", num_tokens)

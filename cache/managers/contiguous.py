@@ -14,6 +14,7 @@ from cache.managers.base import (
     MIDDLE,
     AllocStatus,
     CacheManager,
+    CacheOptions,
     Copies,
     Hit,
     InterruptedChange,
@@ -66,14 +67,13 @@ class Contiguous(CacheManager):
 
     def __init__(
         self,
-        num_blocks: int,
-        block_size: int,
+        options: CacheOptions,
         *,
         reservation: Reservation = "max",
         max_model_len: int | None = None,
         final_length: Callable[[Sequence], int] | None = None,
     ) -> None:
-        super().__init__(num_blocks, block_size)
+        super().__init__(options)
         callable_or_none("final_length", final_length)
         if reservation not in get_args(Reservation):
             choices = ", ".join(get_args(Reservation))
@@ -92,7 +92,7 @@ class Contiguous(CacheManager):
         if self.max_model_len > longest:
             raise ValueError(
                 f"max_model_len={max_model_len}: such a sequence never fits, the longest run of "
-                f"num_blocks={num_blocks} blocks has {longest} slots"
+                f"num_blocks={self.num_blocks} blocks has {longest} slots"
             )
         self._final_length = final_length
 
@@ -167,7 +167,8 @@ class Contiguous(CacheManager):
 
     def _extend(self, run: _Run, start: int, end: int) -> Copies:
         copies = self._lengthen(run) if end > run.max_tokens else []
-        run.blocks = range(run.start, run.start + self._num_blocks_for(end))
+        first = run.start + len(run.blocks)
+        run.blocks += range(first, run.start + self._num_blocks_for(end))
         return copies
 
     def _release(self, run: _Run) -> None:
@@ -185,6 +186,7 @@ class Contiguous(CacheManager):
             self._counts["allocated_blocks"] += after - before
         else:
             copies = list(zip(run.blocks, range(start, self.num_blocks), strict=False))
+            run.blocks = []
             self._counts["allocated_blocks"] += after
             self._counts["copied_blocks"] += len(copies)
         run.start, run.num_reserved, run.max_tokens = start, reserved, expected

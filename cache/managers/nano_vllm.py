@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from cache.blocks.hashing import ExtraKey
 from cache.blocks.sequence import Sequence
 from cache.checks import require
-from cache.managers.base import Copies
+from cache.managers.base import CacheOptions, Copies
 from cache.managers.pooled import PooledManager, PooledTable
-from cache.policies import as_policy
-from cache.policies.base import EvictionPolicy
 from cache.policies.lru import LRU
 
 
@@ -29,7 +27,8 @@ class _Content:
 
     def equals(self, other: _Content) -> bool:
         """Whether both are equal, and so are all blocks before them."""
-        mine, its = self, other
+        mine: _Content | None = self
+        its: _Content | None = other
         while mine is not its:
             if mine is None or its is None:
                 return False
@@ -61,25 +60,11 @@ class NanoVLLM(PooledManager):
 
     name = "nano_vllm"
     compares_tokens = True
+    own_hash = "xxh64"
 
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        *,
-        policy: str | EvictionPolicy = "lru",
-        hash_algorithm: str = "xxh64",
-        enable_prefix_caching: bool = True,
-    ) -> None:
-        policy = as_policy(policy)
-        super().__init__(
-            num_blocks,
-            block_size,
-            policy=policy,
-            hash_algorithm=hash_algorithm,
-            enable_prefix_caching=enable_prefix_caching,
-            queue_uncached=isinstance(policy, LRU),
-        )
+    def __init__(self, options: CacheOptions) -> None:
+        super().__init__(options)
+        self.pool.queue_uncached = isinstance(self.pool.policy, LRU)
         self._contents: list[_Content | None] = [None] * self.num_blocks  # when last hashed
 
     def __getstate__(self) -> tuple[dict, dict]:
@@ -108,7 +93,7 @@ class NanoVLLM(PooledManager):
         parent = None
         for depth, block in enumerate(self.pool.lookup(self._hasher.block_hashes(seq)[:limit])):
             content = self._contents[block]
-            if not content.equals(self._content(seq, depth, parent)):
+            if content is None or not content.equals(self._content(seq, depth, parent)):
                 break
             hits.append(block)
             parent = content

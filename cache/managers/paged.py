@@ -9,7 +9,7 @@ from cache.blocks.memory_usage import MemoryUsage
 from cache.blocks.pool import check_free
 from cache.blocks.sequence import Sequence
 from cache.checks import at_least, require
-from cache.managers.base import MIDDLE, CacheManager, Copies, Table
+from cache.managers.base import MIDDLE, CacheManager, CacheOptions, Copies, Table
 
 
 class Paged(CacheManager):
@@ -25,8 +25,8 @@ class Paged(CacheManager):
     name = "paged"
     prefix_caching = False
 
-    def __init__(self, num_blocks: int, block_size: int, *, bytes_per_slot: int = 1) -> None:
-        super().__init__(num_blocks, block_size)
+    def __init__(self, options: CacheOptions, *, bytes_per_slot: int = 1) -> None:
+        super().__init__(options)
         self.bytes_per_slot = at_least(1, "bytes_per_slot", bytes_per_slot)
         self._free = list(range(self.num_blocks))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import ClassVar
 
@@ -11,10 +11,9 @@ from cache.blocks.events import BlockStored
 from cache.blocks.hashing import BlockHasher, collision_free_hasher
 from cache.blocks.pool import BlockPool, OutOfBlocks, check_free
 from cache.blocks.sequence import Sequence
-from cache.checks import require, true_or_false
-from cache.managers.base import FREED, MIDDLE, CacheManager, Copies, Hit, Table
+from cache.checks import require
+from cache.managers.base import FREED, MIDDLE, CacheManager, CacheOptions, Copies, Hit, Table
 from cache.policies import as_policy
-from cache.policies.base import EvictionPolicy
 
 
 @dataclass(slots=True, eq=False)
@@ -26,6 +25,7 @@ class PooledTable(Table):
         num_given_back: leading blocks that are FREED.
     """
 
+    blocks: list[int] = field(default_factory=list)
     num_cached_blocks: int = 0
     num_given_back: int = 0
 
@@ -44,31 +44,13 @@ class PooledManager(CacheManager):
 
     _table_class = PooledTable
 
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        *,
-        policy: str | EvictionPolicy,
-        hash_algorithm: str,
-        enable_prefix_caching: bool,
-        queue_uncached: bool,
-    ) -> None:
-        super().__init__(
-            num_blocks,
-            block_size,
-            enable_prefix_caching=enable_prefix_caching,
-        )
+    def __init__(self, options: CacheOptions) -> None:
+        super().__init__(options)
         if self.compares_tokens:
-            self._hasher = BlockHasher(hash_algorithm, self.block_size)
+            self._hasher = BlockHasher(self.hash_algorithm, self.block_size)
         else:
-            self._hasher = collision_free_hasher(self.name, hash_algorithm, self.block_size)
-        self.pool = BlockPool(
-            self.num_blocks,
-            as_policy(policy),
-            queue_uncached=true_or_false("queue_uncached", queue_uncached),
-        )
-        self.pool.counts = self._counts
+            self._hasher = collision_free_hasher(self.name, self.hash_algorithm, self.block_size)
+        self.pool = BlockPool(self.num_blocks, as_policy(options.policy), self._counts)
         self._listener = self.pool.policy.tell if "tell" in self.pool.policy.hooks else None
 
     @property
@@ -96,7 +78,7 @@ class PooledManager(CacheManager):
             expected = hashes[:num_cached] + [None] * (len(table.blocks) - num_cached)
             num_full = min(stored // self.block_size, len(hashes))
             # A last token that was unknown in the last call is hashed in the next one.
-            num_late = stored % self.block_size == 0
+            num_late = int(stored % self.block_size == 0)
             if not self.enable_prefix_caching:
                 num_full = num_late = 0
             require(

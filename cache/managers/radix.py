@@ -11,10 +11,9 @@ from itertools import chain
 from cache.blocks.pool import check_free
 from cache.blocks.sequence import Sequence
 from cache.checks import require
-from cache.managers.base import MIDDLE, CacheManager, Copies, Hit, Table, UnsupportedByDesign
+from cache.managers.base import MIDDLE, CacheManager, CacheOptions, Copies, Hit, Table
 from cache.managers.radix_tree import Match, RadixKey, RadixNode, RadixTree
 from cache.policies import as_policy
-from cache.policies.base import EvictionPolicy
 
 
 @dataclass(slots=True, eq=False)
@@ -22,7 +21,7 @@ class _Table(Table):
     """The blocks of one sequence: blocks of the tree, then its own."""
 
     blocks: array = field(default_factory=partial(array, "i"))
-    node: RadixNode | None = None  # where the blocks of the tree end; locked
+    node: RadixNode = field(init=False)  # where the blocks of the tree end; locked
     num_in_tree: int = 0
     num_prompt_tokens: int = 0  # tokens when it was admitted
 
@@ -56,25 +55,9 @@ class Radix(CacheManager):
     can_reset = True
     _table_class = _Table
 
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        *,
-        policy: str | EvictionPolicy = "lru",
-        hash_algorithm: str | None = None,
-        enable_prefix_caching: bool = True,
-    ) -> None:
-        super().__init__(
-            num_blocks,
-            block_size,
-            enable_prefix_caching=enable_prefix_caching,
-        )
-        if hash_algorithm is not None:
-            raise UnsupportedByDesign(
-                self.name, f"a hash_algorithm ({hash_algorithm!r}): it compares tokens"
-            )
-        self.tree = RadixTree(self.block_size, as_policy(policy), self.num_blocks)
+    def __init__(self, options: CacheOptions) -> None:
+        super().__init__(options)
+        self.tree = RadixTree(self.block_size, as_policy(options.policy), self.num_blocks)
         self._listener = self.tree.tell if "tell" in self.tree.policy.hooks else None
         self._free = array("i", range(self.num_blocks))[::-1]  # a stack
         self._extra_users: Counter[int] = Counter()  # blocks outside the tree shared by forks
@@ -131,7 +114,7 @@ class Radix(CacheManager):
         table.node = self.tree.root
         if hit.blocks:
             table.node = self.tree.lock(hit.match)  # before anything is evicted
-            table.blocks, table.num_in_tree = hit.blocks[:], len(hit.blocks)
+            table.blocks, table.num_in_tree = array("i", hit.blocks), len(hit.blocks)
         return self._extend(table, hit.num_tokens, end)
 
     def _extend(self, table: _Table, start: int, end: int) -> Copies:

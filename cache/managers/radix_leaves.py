@@ -142,16 +142,15 @@ class PolicyLeaves:
 def make_leaves(policy: EvictionPolicy, capacity: int) -> RankedLeaves | PolicyLeaves:
     """Start ``policy`` for at most ``capacity`` nodes and wrap it."""
     policy.start(capacity)
-    is_ranked = isinstance(policy, PriorityPolicy) and policy.describing_priority()
-    if is_ranked and not policy.memory_size:  # which a node does not have
-        return RankedLeaves(policy)
-    return PolicyLeaves(policy)
+    if not isinstance(policy, PriorityPolicy) or policy.memory_size:  # a node has no memory
+        return PolicyLeaves(policy)
+    return RankedLeaves(policy) if policy.describing_priority() else PolicyLeaves(policy)
 
 
-def _content_key(node: RadixNode) -> bytes | None:
+def _content_key(node: RadixNode | None) -> bytes | None:
     """Digest of the prefix that ends with ``node``, independent of splits; None for a root."""
-    path = []
-    while node.parent is not None:
+    path: list[bytes] = []
+    while node is not None and node.parent is not None:
         path += [node.key, node.extra]
         node = node.parent
     return xxh3_128_digest(b"".join(reversed(path))) if path else None

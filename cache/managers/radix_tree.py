@@ -144,7 +144,7 @@ class RadixTree:
         """How many blocks of ``match`` are evictable now."""
         node, count = match.node, match.num_in_node
         total = 0
-        while node is not self.root and not node.lock_ref:
+        while node.parent is not None and not node.lock_ref:
             total += count
             node = node.parent
             count = len(node.blocks)
@@ -163,7 +163,7 @@ class RadixTree:
 
     def share(self, node: RadixNode) -> None:
         """Add a user to ``node`` and to every node above it."""
-        while node is not self.root:
+        while node.parent is not None:
             self._add_user(node)
             node = node.parent
 
@@ -171,7 +171,7 @@ class RadixTree:
         """Remove a user from ``node`` and every node above it.  Counts as an access of all."""
         self._time += 1
         time = self._time
-        while node is not self.root:
+        while node.parent is not None:
             node.lock_ref -= 1
             node.accessed = time
             node.accesses += 1
@@ -223,7 +223,7 @@ class RadixTree:
         evicted = array("i")
         while len(evicted) < count:
             node = self.leaves.pop()
-            parent = node.parent
+            parent = node.parent or self.root
             del parent.children[node.extra + node.key[: self._width]]
             evicted += node.blocks
             self.num_evictable -= len(node.blocks)
@@ -269,7 +269,8 @@ class RadixTree:
         )
         upper.lock_ref = node.lock_ref
         upper.accessed, upper.inserted, upper.accesses = node.accessed, node.inserted, node.accesses
-        node.parent.children[node.extra + node.key[: self._width]] = upper
+        parent = node.parent or self.root
+        parent.children[node.extra + node.key[: self._width]] = upper
         node.parent = upper
         node.extra = b""
         node.key = node.key[cut:]

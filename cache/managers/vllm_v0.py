@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from numbers import Real
+from typing import Any
 
 from cache.blocks.hashing import collision_free_hasher
 from cache.blocks.pool import check_free
@@ -16,6 +17,7 @@ from cache.managers.base import (
     MIDDLE,
     AllocStatus,
     CacheManager,
+    CacheOptions,
     Copies,
     Hit,
     InterruptedChange,
@@ -24,7 +26,6 @@ from cache.managers.base import (
 )
 from cache.managers.vllm_v0_allocator import BlockAllocator, ContentKey, LRUEvictor
 from cache.policies import as_policy
-from cache.policies.base import EvictionPolicy
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +35,7 @@ class _Table(Table):
     With a sliding window they are a ring: logical block i is at index i % window.
     """
 
+    blocks: list[int] = field(default_factory=list)
     num_named_tokens: int = 0  # stored tokens that the block keys include
     num_computed_blocks: int = 0  # leading blocks that are marked as computed
     last_accessed: float = 0.0
@@ -83,6 +85,7 @@ class VLLMv0(CacheManager):
     """
 
     name = "vllm_v0"
+    own_hash = "xxh3_128"
     can_chunk = False
     can_fork = True
     can_swap = True
@@ -90,48 +93,38 @@ class VLLMv0(CacheManager):
 
     def __init__(
         self,
-        num_blocks: int,
-        block_size: int,
+        options: CacheOptions,
         *,
-        policy: str | EvictionPolicy = "lru",
-        hash_algorithm: str = "xxh3_128",
-        enable_prefix_caching: bool = True,
         num_cpu_blocks: int = 0,
         watermark: float = 0.01,
         sliding_window: int | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        super().__init__(
-            num_blocks,
-            block_size,
-            enable_prefix_caching=enable_prefix_caching,
-        )
+        super().__init__(options)
         callable_or_none("clock", clock)
-        if not (isinstance(watermark, Real) and 0 <= watermark < 1):
+        is_share = isinstance(watermark, Real) and 0 <= watermark < 1
+        if not is_share:
             raise ValueError(f"watermark={watermark!r}: needs a share of the blocks in [0, 1)")
-        self._hasher = collision_free_hasher(self.name, hash_algorithm, self.block_size)
+        self._hasher = collision_free_hasher(self.name, self.hash_algorithm, self.block_size)
         self.num_cpu_blocks = at_least(0, "num_cpu_blocks", num_cpu_blocks)
         self.watermark_blocks = int(watermark * self.num_blocks)
         self.sliding_window = sliding_window
         self._window_blocks: int | None = None
+        caching, policy = self.enable_prefix_caching, options.policy
         if sliding_window is not None:
-            if enable_prefix_caching:
+            if caching:
                 feature = "a sliding_window together with prefix caching"
                 raise UnsupportedByDesign(self.name, feature)
             window = at_least(1, "sliding_window", sliding_window)
             self._window_blocks = -(-window // self.block_size)
-        if enable_prefix_caching:
-            evictor = LRUEvictor() if policy == "lru" else as_policy(policy)
-            self._listener = evictor.tell if "tell" in evictor.hooks else None
-            self.gpu = BlockAllocator(self.num_blocks, evictor)
-            self.cpu = BlockAllocator(self.num_cpu_blocks, LRUEvictor())
-        elif policy != "lru":
+        if policy != "lru" and not caching:
             raise UnsupportedByDesign(self.name, f"a policy ({policy!r}) without prefix caching")
-        else:
-            self.gpu = BlockAllocator(self.num_blocks, None)
-            self.cpu = BlockAllocator(self.num_cpu_blocks, None)
+        evictor = LRUEvictor() if policy == "lru" else as_policy(policy)
+        self._listener = evictor.tell if "tell" in evictor.hooks else None
+        self.gpu = BlockAllocator(self.num_blocks, evictor, caching)
+        self.cpu = BlockAllocator(self.num_cpu_blocks, LRUEvictor(), caching)
         self.gpu.counts = self._counts
-        self._clock = self._next_number if clock is None else clock
+        self._clock: Callable[[], float] = self._next_number if clock is None else clock
         self._num_given = 0  # placeholders, and times without a clock
 
     def can_allocate(self, seq: Sequence, hit: Hit | None = None) -> AllocStatus:
@@ -153,6 +146,11 @@ class VLLMv0(CacheManager):
         return [table.blocks[i % len(table.blocks)] for i in range(num_blocks)]
 
     def swap_out(self, seq: Sequence) -> Copies:
+        """Move ``seq`` to host memory; returns the (device block, host block) pairs to copy now.
+
+        Until it is back only ``swap_in``, ``free`` and ``block_table`` (of host blocks) accept
+        ``seq``.  Raises OutOfBlocks.
+        """
         table = self._table_on_device(seq)
         check_free(self._num_missing_there(table, self.gpu, self.cpu), self.cpu.num_free_blocks)
         with self._change:
@@ -162,6 +160,10 @@ class VLLMv0(CacheManager):
             return self._move(table, self.gpu, self.cpu)
 
     def swap_in(self, seq: Sequence) -> Copies:
+        """Move ``seq`` back; returns the (host block, device block) pairs to copy now.
+
+        Raises OutOfBlocks.
+        """
         table = self._table_on_host(seq)
         check_free(self._num_missing_there(table, self.cpu, self.gpu), self.gpu.num_free_blocks)
         with self._change:
@@ -169,6 +171,7 @@ class VLLMv0(CacheManager):
             return self._move(table, self.cpu, self.gpu)
 
     def can_swap_out(self, seq: Sequence) -> bool:
+        """Whether ``swap_out(seq)`` would find enough free host blocks.  Changes nothing."""
         table = self._table_on_device(seq)
         return self._num_missing_there(table, self.gpu, self.cpu) <= self.cpu.num_free_blocks
 
@@ -225,13 +228,13 @@ class VLLMv0(CacheManager):
         now = self._clock()
         self.interruption = MIDDLE
         self._mark_as_computed(table)
-        hits = [growth for growth in plan if growth[-1] is not None]
-        for position, _, own, _ in hits:  # order: frees, then hits, then new blocks
-            if own is not None:
+        for position, _, own, found in plan:  # order: frees, then hits, then new blocks
+            if own is not None and found is not None:
                 self.gpu.release([table.blocks.pop()], table.last_accessed, position)
                 table.seq.table_version += 1
-        for growth in hits:
-            self.gpu.share(growth[-1])
+        for *_, found in plan:
+            if found is not None:
+                self.gpu.share(found)
         copies: Copies = []
         for position, key, own, found in plan:
             if found is not None:
@@ -286,7 +289,8 @@ class VLLMv0(CacheManager):
         first, last = table.num_named_tokens // self.block_size, (end - 1) // self.block_size
         hashes, blocks, ring = self._hashes(table.seq), table.blocks, self._window_blocks
         num_full = min(end // self.block_size, len(hashes))
-        plan, find = [], self.gpu.block_with
+        plan: list[_Growth] = []
+        find = self.gpu.block_with
         for position in range(first, last + 1)[:ring]:
             slot = position % ring if ring else position
             own = blocks[slot] if slot < len(blocks) else None
@@ -338,7 +342,7 @@ class VLLMv0(CacheManager):
 
     def _move(self, table: _Table, source: BlockAllocator, target: BlockAllocator) -> Copies:
         """Replace the blocks of ``table`` in ``source`` by blocks of ``target``."""
-        keys = [source.keys[block] for block in table.blocks]
+        keys: list[Any] = [source.keys[block] for block in table.blocks]
         found = [target.block_with(key) for key in keys]
         for block in found:
             if block is not None:

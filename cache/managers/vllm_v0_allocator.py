@@ -71,8 +71,9 @@ class BlockAllocator:
     content, and belongs to the evictor, until it is taken again.  Content with a number is dropped
     at once.
 
-    With an evictor (vLLM's ``CachedBlockAllocator``) blocks are taken in the order 0, 1 ..., then
-    from the evictor; without one (``UncachedBlockAllocator``) the highest first.
+    With ``caching`` (vLLM's ``CachedBlockAllocator``) blocks are taken in the order 0, 1 ..., then
+    from the evictor.  Without it (``UncachedBlockAllocator``) all content has numbers, and the
+    block that was released last is taken first.
 
     Attributes:
         ref_counts: number of tables that hold each block; read-only to others.
@@ -81,9 +82,8 @@ class BlockAllocator:
         counts: ``allocated_blocks``, and how many of them lost a hash (``evicted_blocks``).
     """
 
-    def __init__(self, num_blocks: int, evictor: EvictionPolicy | None) -> None:
-        if evictor is not None:
-            evictor.start(num_blocks)
+    def __init__(self, num_blocks: int, evictor: EvictionPolicy, caching: bool) -> None:
+        evictor.start(num_blocks)
         self.num_blocks = num_blocks
         self.evictor = evictor
         self.ref_counts = [0] * num_blocks
@@ -91,25 +91,24 @@ class BlockAllocator:
         self.computed = bytearray(num_blocks)
         self.counts = {"allocated_blocks": 0, "evicted_blocks": 0}
         self._stack = list(range(num_blocks))
-        if evictor is not None:
+        if caching:
             self._stack.reverse()
-        self._index: dict[ContentKey, int] = {}
-        self._touch = evictor.touch if isinstance(evictor, LRUEvictor) else None
+        self._index: dict[ContentKey | None, int] = {}
+        self._touch = evictor.touch if caching and isinstance(evictor, LRUEvictor) else None
         self._queue_uncached = self._touch is not None
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks without a user, with the evictor or not."""
-        released = 0 if self.evictor is None else len(self.evictor)
-        return len(self._stack) + released
+        return len(self._stack) + len(self.evictor)
 
-    def block_with(self, key: ContentKey) -> int | None:
+    def block_with(self, key: ContentKey | None) -> int | None:
         """The block with the content ``key``, in use or with the evictor; None if there is none."""
         return self._index.get(key)
 
     def free_blocks(self) -> list[int]:
         """Blocks without a user, in the order in which they would be taken now."""
-        return [*reversed(self._stack), *(self.evictor or ())]
+        return [*reversed(self._stack), *self.evictor]
 
     def share(self, block: int) -> None:
         """Add a user to a block, which leaves the evictor if it had none."""
@@ -191,7 +190,7 @@ class BlockAllocator:
             len(free) == len(set(free)) == self.num_free_blocks,
             f"a block is free twice: {sorted(free)}",
         )
-        idle, evictable = set(free), set(self.evictor or ())
+        idle, evictable = set(free), set(self.evictor)
         for block, (ref_count, key) in enumerate(zip(self.ref_counts, self.keys, strict=True)):
             require(
                 ref_count == users.get(block, 0) and (ref_count == 0) == (block in idle),

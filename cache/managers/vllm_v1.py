@@ -6,9 +6,8 @@ from cache.blocks.events import Event
 from cache.blocks.pool import check_free
 from cache.blocks.sequence import Sequence
 from cache.checks import at_least, true_or_false
-from cache.managers.base import FREED, MIDDLE, Copies, InterruptedChange
+from cache.managers.base import FREED, MIDDLE, CacheOptions, Copies, InterruptedChange
 from cache.managers.pooled import PooledManager, PooledTable
-from cache.policies.base import EvictionPolicy
 
 
 class VLLMv1(PooledManager):
@@ -40,35 +39,26 @@ class VLLMv1(PooledManager):
     """
 
     name = "vllm_v1"
+    own_hash = "xxh3_128"
     can_fork = True
     can_look_ahead = True
     can_reset = True
 
     def __init__(
         self,
-        num_blocks: int,
-        block_size: int,
+        options: CacheOptions,
         *,
-        policy: str | EvictionPolicy = "lru",
-        hash_algorithm: str = "xxh3_128",
-        enable_prefix_caching: bool = True,
         queue_uncached: bool = False,
         sliding_window: int | None = None,
         enable_kv_cache_events: bool = False,
     ) -> None:
-        super().__init__(
-            num_blocks,
-            block_size,
-            policy=policy,
-            hash_algorithm=hash_algorithm,
-            enable_prefix_caching=enable_prefix_caching,
-            queue_uncached=queue_uncached,
-        )
+        super().__init__(options)
+        self.pool.queue_uncached = true_or_false("queue_uncached", queue_uncached)
         if true_or_false("enable_kv_cache_events", enable_kv_cache_events):
             self.pool.events = []
-        self.sliding_window = sliding_window
         if sliding_window is not None:
-            self.sliding_window = at_least(1, "sliding_window", sliding_window)
+            sliding_window = at_least(1, "sliding_window", sliding_window)
+        self.sliding_window = sliding_window
 
     def take_events(self) -> list[Event]:
         """The events since the last call, in their order; they are kept until then.
@@ -86,11 +76,11 @@ class VLLMv1(PooledManager):
         hashes = self._hasher.block_hashes(seq)[:limit]
         if self.sliding_window is None:
             return self.pool.lookup(hashes), None
-        return self._lookup_from_end(hashes), None
+        return self._lookup_from_end(hashes, self.sliding_window), None
 
-    def _lookup_from_end(self, hashes: list[bytes]) -> list[int]:
-        """The last cached run of blocks that fills the window, after FREED for the others."""
-        num_seen = -(-(self.sliding_window - 1) // self.block_size)
+    def _lookup_from_end(self, hashes: list[bytes], window: int) -> list[int]:
+        """The last cached run of blocks that fills the window, after FREED for earlier ones."""
+        num_seen = -(-(window - 1) // self.block_size)
         blocks: list[int] = []
         for position in reversed(range(len(hashes))):
             found = self.pool.lookup(hashes[position : position + 1])
@@ -130,6 +120,8 @@ class VLLMv1(PooledManager):
 
     def _num_unseen(self, start: int) -> int:
         """Leading blocks that neither the query at ``start`` nor a later one sees."""
+        if self.sliding_window is None:
+            return 0
         return max(0, start - self.sliding_window + 1) // self.block_size
 
     def _give_back(self, table: PooledTable, start: int) -> None:
@@ -145,12 +137,10 @@ class VLLMv1(PooledManager):
                 table.seq.table_version += 1
 
     def _num_needed(self, table: PooledTable, end: int) -> int:
-        needed = super()._num_needed(table, end)
-        if self.sliding_window is not None:
-            unseen = self._num_unseen(table.seq.num_computed_tokens)
-            ref_counts = self.pool.ref_counts
-            needed -= sum(ref_counts[b] == 1 for b in table.blocks[table.num_given_back : unseen])
-        return needed
+        end_unseen = self._num_unseen(table.seq.num_computed_tokens)
+        unseen = table.blocks[table.num_given_back : end_unseen]
+        num_freed = sum(self.pool.ref_counts[block] == 1 for block in unseen)
+        return super()._num_needed(table, end) - num_freed
 
     def _is_shared(self, block: int) -> bool:
         return self.pool.ref_counts[block] > 1

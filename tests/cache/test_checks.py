@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import cache
+from cache.managers.base import CacheOptions
 from cache.serving.open_loop import poisson_arrivals
 from cache.serving.scheduler import Scheduler
 from cache.traces.convert import convert_ragpulse, convert_sessions
@@ -18,6 +20,7 @@ VALID = {
     "trace": TRACE, "manager": cache.make_manager("vllm_v1", num_blocks=8, block_size=4),
     "policy": "lru", "path": "t.jsonl", "requests": (), "name": "vllm_v1", "folder": "t",
     "gpu_memory_utilization": 0.9, "rng": np.random.default_rng(0),
+    "options": CacheOptions(num_blocks=8, block_size=4),
 }  # fmt: skip
 """Required arguments that 1 does not do for."""
 FUNCTIONS = [
@@ -60,7 +63,7 @@ def test_a_size_or_number_out_of_range_is_named(function, name, values):
     required = [each.name for each in parameters_of(function) if each.default is each.empty]
     arguments = {each: VALID.get(each, 1) for each in required}
     if name == "sliding_window" and function is cache.MANAGERS["vllm_v0"]:
-        arguments["enable_prefix_caching"] = False
+        arguments["options"] = dataclasses.replace(VALID["options"], enable_prefix_caching=False)
     for value in values:
         with pytest.raises(ValueError, match=f"{name}(=| must)"):
             function(**arguments | {name: value})

@@ -39,8 +39,9 @@ class Recorder(LRU):
         return victims
 
 
-def pool_of(num_blocks: int, policy: EvictionPolicy | None = None, **options) -> BlockPool:
-    return BlockPool(num_blocks, LRU() if policy is None else policy, **options)
+def pool_of(num_blocks: int, policy: EvictionPolicy | None = None) -> BlockPool:
+    counts = {"allocated_blocks": 0, "evicted_blocks": 0}
+    return BlockPool(num_blocks, LRU() if policy is None else policy, counts)
 
 
 def cached(pool: BlockPool, *hashes: bytes) -> list[int]:
@@ -88,7 +89,8 @@ def test_keys_that_a_policy_holds_are_unique():
 
 def test_uncached_blocks_are_inserted_before_their_release():
     policy = Recorder()
-    pool = pool_of(2, policy, queue_uncached=True)
+    pool = pool_of(2, policy)
+    pool.queue_uncached = True
     pool.free(pool.allocate(2))
     assert policy.calls == [
         ("insert", 1, (None, 1), None, 0),
@@ -169,7 +171,8 @@ def test_check_invariants_sees(damage):
 
 
 def test_content_that_cannot_be_evicted_is_found():
-    pool = pool_of(3, queue_uncached=True)
+    pool = pool_of(3)
+    pool.queue_uncached = True
     pool._publish([2], [A], 0, 1)
     with pytest.raises(AssertionError, match="block 2 has content but cannot be evicted"):
         pool.check_invariants()

@@ -105,7 +105,7 @@ def test_computed_blocks_precede_the_first_chunk(name):
         with pytest.raises(ValueError, match=r"computed_blocks=.*these do not hold the prefix"):
             manager.allocate_slots(seq, 16 - 4 * len(stale), stale)
         assert state_of(manager) == before
-    with pytest.raises(ValueError, match="needs 1 to 8 new ones"):
+    with pytest.raises(ValueError, match="end=17: 8 of the 16 tokens .* needs an int from 9 to 16"):
         manager.allocate_slots(seq, 9, [0, 1])
     manager.allocate_slots(seq, 12, [0])  # part of what was found will do
     assert manager.block_table(seq)[0] == 0
@@ -125,9 +125,11 @@ def test_a_bad_number_of_tokens_changes_nothing(name):
         seq.append_token(token)
     before = state_of(manager)
     for count in (-1, -100, 0, 7, 1.5, 1.0, "1", True, None):
-        needs = "needs 1 to 6 new" if type(count) is int else "needs an int"
-        for target in (seq, new):
-            with pytest.raises(ValueError, match=rf"num_new_tokens='?{count}'?: .*{needs}"):
+        for target, start in ((seq, 8), (new, 0)):
+            says = f"num_new_tokens='?{count}'?: needs an int"
+            if type(count) is int:
+                says = rf"end={start + count}: .*needs an int from {start + 1} to {start + 6}"
+            with pytest.raises(ValueError, match=says):
                 manager.allocate_slots(target, count)
     for limit in (-1, 1.5):
         if name in CACHING:
@@ -161,7 +163,7 @@ def test_calls_about_unknown_and_known_sequences_are_checked(name):
         with pytest.raises(ValueError, match="sequence 1 holds no blocks"):
             call(unknown)
     for end in (None, 6, 7, -1):
-        with pytest.raises(ValueError, match=r"append: end=.*6 of its 6 tokens have a slot"):
+        with pytest.raises(ValueError, match=r"end=.*: 6 of the 6 tokens .* have a slot; .*append"):
             manager.append(seq, end)
     for end in (6.5, True, "7"):
         with pytest.raises(ValueError, match=f"end='?{end}'?: needs an int"):
