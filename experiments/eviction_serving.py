@@ -18,7 +18,10 @@ the model's maximum.  The clock's tables end at contexts of 65,536; beyond, atte
 between their last rows.  The policy's own work is not part of the time; ``overhead`` measures it.
 
 Where the trace has think times the loop is closed: only the first request of an agent arrives at
-its scaled time, and the others a think time after the answer before them.
+its scaled time, and each later one a think time after the answer before it.
+
+``queue_informed`` (vLLM RFC 48485) is LRU that knows the waiting queue.  Its gain depends on the
+number of waiting requests, so it and LRU also run at a higher load.
 """
 
 from __future__ import annotations
@@ -51,8 +54,9 @@ from experiments.load.workloads import OnSlices, Source
 
 _NO_CACHE, _INFINITE = "no_cache", "infinite"
 """Values in place of a policy: prefix caching off, and a cache that never evicts."""
-_HINTED = "ttl", "session_end"
-"""Policies without a tier: it stores a prompt before hints are known, so they are LRU there."""
+_QUEUE = "queue_informed"
+_NO_TIER = "ttl", "session_end", _QUEUE
+"""Policies that would be LRU in a tier: it stores a prompt before hints are known, has no queue."""
 _MODEL, _GPU, _MOST_TOKENS = "llama-3.1-8b", "H100-SXM", 131_072
 
 
@@ -63,14 +67,15 @@ class EvictionServing(OnSlices):
     policy: Repeated[Axis[Policy]] = ()
     """A policy by name, or your own as file.py:Class.
 
-    None: lru, fifo, lfu, ttl, session_end, safeguarded."""
+    None: lru, fifo, lfu, ttl, session_end, safeguarded, queue_informed."""
     pool_gib: Axis[Positive] = (48.0, 192.0)
     """Memory for K/V."""
     host_gib: Axis[Positive] = (512.0,)
     """Host memory of the tier; 0 in cells without one."""
     num_requests: Count = 1_000
-    load: Positive = 0.5
-    """Prompt tokens, cached or not, that arrive on average while one can be computed."""
+    load: Axis[Positive] = (0.5, 1.0)
+    """Prompt tokens, cached or not, that arrive on average while one can be computed. All but the
+    first run lru and queue_informed alone, without a tier."""
     host_ms: Natural = 1
     """Assumed time of the engine's own code in each step."""
 
@@ -78,14 +83,18 @@ class EvictionServing(OnSlices):
 def cells(options: EvictionServing) -> Iterator[EvictionServing]:
     """Policies and the two bounds."""
     traces = [*options.sliced_sources()]
-    default = ("lru", "fifo", "lfu", "ttl", "session_end", "safeguarded")
+    default = ("lru", "fifo", "lfu", "ttl", "session_end", "safeguarded", _QUEUE)
     policies = [*map(named_policy, options.policy or default)]
+    load, *further_loads = options.load
+    compared = [policy for policy in policies if policy in ("lru", _QUEUE)]
+    with_tier = [policy for policy in policies if policy not in _NO_TIER]
     for trace in traces:
-        alone = {"trace": [trace], "host_gib": [0.0]}
+        at = {"trace": [trace], "load": [load]}
+        alone = {**at, "host_gib": [0.0]}
         yield from grid(options, policy=[*policies, _NO_CACHE], **alone)
         yield from grid(options, policy=[_INFINITE], pool_gib=[float("inf")], **alone)
-        untold = [policy for policy in policies if policy not in _HINTED]
-        yield from grid(options, trace=[trace], policy=untold, pool_gib=options.pool_gib[:1])
+        yield from grid(options, policy=with_tier, pool_gib=options.pool_gib[:1], **at)
+        yield from grid(options, policy=compared, **{**alone, "load": further_loads})
 
 
 def run_cell(cell: EvictionServing) -> list[dict[str, Any]]:
@@ -143,6 +152,7 @@ def run_cell(cell: EvictionServing) -> list[dict[str, Any]]:
         "evictions": stats.evicted_blocks,
         "preemptions": run.preemptions,
         "mean_running": run.mean_running,
+        "mean_waiting": run.mean_waiting,
         "normalized_latency_s": float(run.normalized_latency_seconds.mean()),
         **quantiles.of_times("ttft", run.ttft_seconds.tolist()),
         "basis": CLOCK_DISCLAIMER,
@@ -211,8 +221,9 @@ def _served(source: Source) -> cache.Trace:
 
 
 def _draw(rows: style.DataFrame) -> style.Figure:
-    """A row per trace: hit rate and time by pool, and time over LRU's by pool and by tier; means
-    over the slices, with bars over all of them."""
+    """A row per trace, at the first load: hit rate and time by pool, and time over LRU's by pool
+    and by tier.  Means over the slices, with bars over all of them."""
+    rows = rows[rows["load"] == rows["load"].iloc[0]]
     rows = rows.assign(over_lru=_over_lru(rows))
     lines = style.policy_lines(rows["policy"].unique())
     lines[_NO_CACHE] = style.line(style.GREY, "", "dashdot") | {"label": "no prefix caching"}
@@ -237,7 +248,7 @@ def _draw(rows: style.DataFrame) -> style.Figure:
                 continue
             mean(panels[0], some.assign(hits=100 * some["block_hit_rate"]), "pool", "hits", **look)
             mean(panels[2], some, "pool", "over_lru", **look)
-            if policy not in _HINTED:
+            if policy not in _NO_TIER:
                 behind = (of_trace["policy"] == policy) & (of_trace["pool"] == 0)
                 mean(panels[3], of_trace[behind], "tier", "over_lru", **look)
         count, loop = of_trace["slice"].nunique(), of_trace["loop"].iloc[0]
@@ -258,18 +269,45 @@ def _draw(rows: style.DataFrame) -> style.Figure:
     return style.shared_legend(figure, columns=4, xlabel=serving.noted(figure, "", notes))
 
 
+def _draw_queue(rows: style.DataFrame) -> style.Figure | None:
+    """Time of ``queue_informed`` over LRU's against the number of requests that wait under LRU."""
+    rows = rows.assign(over_lru=_over_lru(rows), waiting=_of_lru(rows, "mean_waiting"))
+    rows = rows[(rows["policy"] == _QUEUE) & (rows["host_gib"] == 0)].dropna(subset="over_lru")
+    if rows.empty:
+        return None
+    traces = rows.groupby("trace", sort=False)
+    figure, axes, _ = style.panel_grid(len(traces), height=1.9)
+    pools = sorted(rows["pool_gib"].unique())
+    for axis, (trace, of_trace) in zip(axes, traces, strict=True):
+        for pool, look in style.lines_of(pools).items():
+            points = of_trace[of_trace["pool_gib"] == pool]
+            look |= {"linestyle": "none", "label": f"pool of {pool:g} GiB"}
+            axis.plot("waiting", "over_lru", data=points, **look)
+        axis.axhline(1, **style.BOUND)
+        axis.set_title(f"{trace}\n{of_trace['loop'].iloc[0]} loop")
+        axis.set_xscale("symlog")
+    axes[0].set_ylabel("time to first token / LRU's")
+    label = "waiting requests under LRU (mean)"
+    return style.shared_legend(figure, xlabel=serving.noted(figure, label))
+
+
+def _of_lru(rows: style.DataFrame, column: str) -> style.Series:
+    """The column of LRU on the same slice, at the same load, in the same pool and tier."""
+    at = ["trace", "slice", "pool_gib", "host_gib", "load"]
+    lru = rows[column].where(rows["policy"] == "lru")
+    return lru.groupby([rows[name] for name in at]).transform("max")
+
+
 def _over_lru(rows: style.DataFrame) -> style.Series:
-    """Time to first token over LRU's on the same slice, in the same pool and tier."""
-    at = ["trace", "slice", "pool_gib", "host_gib"]
-    lru = rows["ttft_mean_s"].where(rows["policy"] == "lru")
-    return rows["ttft_mean_s"] / lru.groupby([rows[name] for name in at]).transform("max")
+    """Time to first token over LRU's."""
+    return rows["ttft_mean_s"] / _of_lru(rows, "ttft_mean_s")
 
 
 def _summary(rows: style.DataFrame) -> style.DataFrame:
     rows = rows.assign(over_lru=_over_lru(rows))
-    by = ["trace", "loop", "pool_gib", "host_gib", "policy"]
+    by = ["trace", "loop", "load", "pool_gib", "host_gib", "policy"]
     values = ["block_hit_rate", "host_block_hit_rate", "most_block_hit_rate"]
-    values += ["ttft_mean_s", "over_lru"]
+    values += ["mean_waiting", "ttft_mean_s", "over_lru"]
     return quantiles.over_slices(rows, by, values).assign(basis=CLOCK_DISCLAIMER)
 
 
@@ -278,9 +316,11 @@ EXPERIMENT = Experiment(
     figure="time to first token under each policy and pool: Llama 3.1 8B, H100 modelled",
     options=EvictionServing(),
     quick=EvictionServing(
-        policy=("lru", "lfu"), pool_gib=(48.0,), host_gib=(512.0,), num_requests=100, slices=1
+        policy=("lru", _QUEUE), pool_gib=(48.0,), host_gib=(512.0,), num_requests=100, slices=1
     ),
     cells=cells,
     run_cell=run_cell,
-    plot=style.plotter({"eviction_serving": _draw}, tables={"summary": (_summary, "%.4g")}),
+    plot=style.plotter(
+        {"eviction_serving": _draw, "queue": _draw_queue}, {"summary": (_summary, "%.4g")}
+    ),
 )

@@ -16,7 +16,6 @@ _MODULES = (  # in the order of the report
     "block_size",
     "preemption",
     "overhead",
-    "queue_informed",
     "kernel_time",
     "predictions",
     "gpu.kernel_latency",

@@ -81,8 +81,8 @@ TINY_RUNS = {
     "--block-size 4 16 --policy lru no_cache gittins random --pool-percent 20",
     "eviction": "--trace {chat} --capacity-percent 5 20 "
     "--policy lru --policy sieve --policy belady --policy {policy}:Mine",
-    "eviction_serving": "--trace {chat} --policy {policy}:Mine --policy lru --pool-gib 1 4 "
-    "--host-gib 2 --num-requests 60 --slices 2",
+    "eviction_serving": "--trace {chat} --policy {policy}:Mine --policy lru "
+    "--policy queue_informed --pool-gib 1 4 --host-gib 2 --num-requests 60 --slices 2",
     "fp8_quality": "--model tiny --windows 2 --calibration-windows 1 --window-tokens 40 "
     "--threads 1",
     "kernel_counters": "--op decode store --arch sm_90 --kv-dtype bfloat16 --block-size 16 "
@@ -97,7 +97,6 @@ TINY_RUNS = {
     "preemption": "--block-size 4 16 --context-tokens 40 --transfer-us 3 --draw 0 "
     "--traffic 0.01 --request-rate 40",
     "published_serving": "--case lambda_a100_10 bench_70b",
-    "queue_informed": "--trace {chat} --load 0.7 2 --num-requests 40 --slices 2",
     "serving": "--load sharegpt alpaca_2_beams --host-ms 10 --draw 0 "
     "--system contiguous_max contiguous_oracle paged --traffic 0.01 --bisections 1",
     "shared_prefix": "--load five_shot --draw 0 --traffic 0.02 --bisections 1",

@@ -21,7 +21,7 @@ def trace(inputs) -> Path:
 def rows_of(trace, **options):
     """Rows by policy and pool."""
     given = {"policy": ("lru", "mru"), "pool_gib": (0.5, 2.0), "host_gib": (0.125, 16.0)}
-    given |= {"slices": 1, **options}
+    given |= {"slices": 1, "load": (0.5,), **options}
     cells = eviction_serving.EXPERIMENT.checked_cells(EvictionServing(trace=(trace,), **given))
     rows = [row for cell in cells for row in eviction_serving.run_cell(cell)]
     assert all(row["passed"] for row in rows)
@@ -43,7 +43,7 @@ def test_hits_save_time_and_the_bounds_are_bounds(trace):
 
 def test_a_tier_finds_what_the_pool_evicted_and_loads_it_faster_than_it_is_computed(trace):
     """One request after the other, so all hits of an infinite cache are found."""
-    rows = rows_of(trace, load=0.01)
+    rows = rows_of(trace, load=(0.01,))
     small, large = rows["lru", 0.125], rows["lru", 16.0]
     alone, infinite = rows["lru", 0.5], rows["infinite", float("inf")]
     assert alone["host_block_hit_rate"] == 0 <= small["host_block_hit_rate"]
@@ -53,8 +53,15 @@ def test_a_tier_finds_what_the_pool_evicted_and_loads_it_faster_than_it_is_compu
     assert large["ttft_mean_s"] < small["ttft_mean_s"] <= alone["ttft_mean_s"]
 
 
+def test_knowing_the_queue_helps_once_requests_wait(trace):
+    rows = rows_of(trace, policy=("lru", "queue_informed"), load=(0.01, 8.0), pool_gib=(0.5,))
+    assert rows["lru", 0.5]["mean_waiting"] > 1
+    assert rows["queue_informed", 0.5]["block_hit_rate"] > rows["lru", 0.5]["block_hit_rate"]
+    assert rows["queue_informed", 0.5]["ttft_mean_s"] < rows["lru", 0.5]["ttft_mean_s"]
+
+
 def test_arrivals_offer_the_load(trace):
-    half, whole = (rows_of(trace, load=load)["lru", 2.0] for load in (0.5, 1.0))
+    half, whole = (rows_of(trace, load=(load,))["lru", 2.0] for load in (0.5, 1.0))
     assert half["gaps_scaled_by"] == pytest.approx(2 * whole["gaps_scaled_by"])
     assert half["ttft_mean_s"] < whole["ttft_mean_s"]
 
@@ -73,12 +80,14 @@ def test_the_grid(trace):
     options = EvictionServing(trace=(trace,), slices=1)
     cells = list(eviction_serving.EXPERIMENT.checked_cells(options))
     policies = [str(cell.policy) for cell in cells]
-    assert policies[14] == "infinite"
+    assert policies[16] == "infinite"
     assert set(policies) == {
-        "lru", "fifo", "lfu", "ttl", "session_end", "safeguarded", "no_cache", "infinite",
+        "lru", "fifo", "lfu", "ttl", "session_end", "safeguarded", "queue_informed",
+        "no_cache", "infinite",
     }  # fmt: skip
-    assert len(cells) == 7 * 2 + 1 + 4
-    default = eviction_serving.EXPERIMENT.checked_cells(EvictionServing(policy=("lru",)))
+    assert len(cells) == 8 * 2 + 1 + 4 + 2 * 2
+    options = EvictionServing(policy=("lru",), load=(0.5,))
+    default = eviction_serving.EXPERIMENT.checked_cells(options)
     traces = [cell.trace for cell in default][:: 2 * 2 + 1 + 1]
     assert [trace.file.path for trace in traces[::5]] == [*REAL_TRACES]
     places = [(trace.first, trace.num_requests) for trace in traces[5:10]]
@@ -90,7 +99,7 @@ def test_a_preempted_request_counts_once(tmp_path):
     requests = [(i, 256, 256, range(16 * i, 16 * i + 16)) for i in range(60)]
     trace = Trace.from_requests(requests, name="t", block_size=16)
     cache.save_trace(trace, tmp_path / "t.jsonl")
-    rows = rows_of(tmp_path / "t.jsonl", policy=("lru",), pool_gib=(0.75,), load=8.0)
+    rows = rows_of(tmp_path / "t.jsonl", policy=("lru",), pool_gib=(0.75,), load=(8.0,))
     with pytest.raises(ValueError, match="--slices 61: t"):
         rows_of(tmp_path / "t.jsonl", slices=61)
     for tier in (0.75, 16.0):
