@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,7 @@ def of_times(name: str, seconds: Iterable[float | None]) -> dict[str, float | No
 def columns(
     name: str, values: Iterable[float | None], at: Mapping[str, float | None] = _SPREAD
 ) -> dict[str, float | None]:
-    """Quantiles of the ``values`` that are not None, as columns of a row; None without any.
+    """Quantiles of the ``values`` that are not None, as columns of a row.  None if all are None.
 
     at: maps the suffix of a column to its quantile (interpolated), or to None for the mean.
     """
@@ -34,10 +35,12 @@ def columns(
 
 
 def draws(
-    axis: style.Axes, rows: style.DataFrame, x: str, y: str, middle: str = "median", **look: object
+    axis: style.Axes, rows: style.DataFrame, x: str, y: str, middle: str = "median", **look: Any
 ) -> None:
-    """A line through the medians (or means) of ``y`` against ``x``, with bars from the smallest to
-    the largest.  ``look`` goes to ``Axes.errorbar``."""
+    """Draw the medians (or means) of ``y`` against ``x``, with bars from smallest to largest.
+
+    ``look`` goes to ``Axes.errorbar``.
+    """
     points = rows.groupby(x)[y]
     low, middles, high = points.min(), points.agg(middle), points.max()
     error = [middles - low, high - middles]
@@ -52,7 +55,7 @@ def over_slices(rows: style.DataFrame, by: list[str], values: list[str]) -> styl
     return table.assign(slices=groups.size()).reset_index()
 
 
-def band(axis: style.Axes, rows: style.DataFrame, x: str, **look: object) -> None:
+def band(axis: style.Axes, rows: style.DataFrame, x: str, **look: Any) -> None:
     """A line of the column ``p50_us`` against ``x``, in a band from ``p20_us`` to ``p80_us``."""
     style.curve(axis, rows, x, "p50_us", **look)
     rows = rows.sort_values(x)

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from experiments.harness.store import write_atomically
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
@@ -21,28 +22,22 @@ if TYPE_CHECKING:
 
 _STYLE_FILE = Path(__file__).with_name("pagelab.mplstyle")
 _FORMATS = {"pdf": {"CreationDate": None, "Producer": None}, "png": {"Software": None}}
-"""Formats of figures, with the metadata to leave out: the same figure gives the same bytes."""
+"""Formats of figures, with metadata to leave out so that the same figure gives the same bytes."""
 
 # Colours of Okabe and Ito for colour-blind readers; markers and dashes differ too, for grey print.
-BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PINK = (
-    "#000000",
-    "#E69F00",
-    "#56B4E9",
-    "#009E73",
-    "#F0E442",
-    "#0072B2",
-    "#D55E00",
-    "#CC79A7",
-)
-GREY = "#777777"
+BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
+YELLOW, BLUE, RED, PINK, GREY = "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#777777"
 
-BOUND = {"color": BLACK, "linestyle": "dashed", "linewidth": 1}
+Look = dict[str, Any]
+"""Arguments of a drawing function of matplotlib."""
+
+BOUND: Look = {"color": BLACK, "linestyle": "dashed", "linewidth": 1}
 """Line properties of a bound."""
 
 _DASHES = {"dashed": (4, 1.5), "dotted": (1, 1.2), "dashdot": (4, 1.2, 1, 1.2)}
 
 
-def line(color: str, marker: str, dashes: str = "solid", fill: bool = True) -> dict:
+def line(color: str, marker: str, dashes: str = "solid", fill: bool = True) -> Look:
     """Line properties for ``Axes.plot``; ``dashes``: solid, dashed, dotted or dashdot."""
     return {
         "color": color,
@@ -52,12 +47,12 @@ def line(color: str, marker: str, dashes: str = "solid", fill: bool = True) -> d
     }
 
 
-def dots(color: str, marker: str, fill: bool = True) -> dict:
+def dots(color: str, marker: str, fill: bool = True) -> Look:
     """Line properties for points without a line."""
     return {**line(color, marker, fill=fill), "linestyle": "none", "markersize": 3}
 
 
-def bar(color: str, hatch: str = "") -> dict:
+def bar(color: str, hatch: str = "") -> Look:
     """Bar properties for ``Axes.bar`` and ``Axes.barh``."""
     return {"color": color, "hatch": hatch, "edgecolor": BLACK, "linewidth": 0.4}
 
@@ -94,7 +89,6 @@ _POLICIES = {
     "ttl": ("time to live", line(RED, "s", "dashdot")),
 }
 
-
 _IN_TURN = (
     line(BLUE, "o"),
     line(ORANGE, "s"),
@@ -107,15 +101,16 @@ _IN_TURN = (
 )
 
 
-def lines_of(names: Iterable[str]) -> dict[str, dict]:
+def lines_of(names: Iterable[str]) -> dict[str, Look]:
     """Line properties and label of each name, in order."""
     return {name: {**look, "label": name} for name, look in zip(names, cycle(_IN_TURN))}
 
 
-def policy_lines(policies: Iterable[str]) -> dict[str, dict]:
-    """Line properties and label of each policy; registered policies look the same in every figure.
+def policy_lines(policies: Iterable[str]) -> dict[str, Look]:
+    """Line properties and label of each policy.
 
-    A user's policy takes the next of a few thick lines.
+    A built-in policy looks the same in every figure.  A user's policy takes the next of a few thick
+    lines.
     """
     own = cycle([line(RED, "*"), line(PINK, "p"), line(BLACK, "h")])
     lines = {}
@@ -128,8 +123,8 @@ def policy_lines(policies: Iterable[str]) -> dict[str, dict]:
     return lines
 
 
-def curve(axes: Axes, rows: DataFrame, x: str, y: str, times: float = 1, **look: object) -> None:
-    """A line of the column ``y``, multiplied by ``times``, in the order of the column ``x``."""
+def curve(axes: Axes, rows: DataFrame, x: str, y: str, times: float = 1, **look: Any) -> None:
+    """Draw the column ``y``, multiplied by ``times``, against the column ``x``."""
     rows = rows.sort_values(x)
     axes.plot(rows[x], times * rows[y], **look)
 
@@ -137,26 +132,26 @@ def curve(axes: Axes, rows: DataFrame, x: str, y: str, times: float = 1, **look:
 def bars(
     axes: Axes,
     table: DataFrame,
-    looks: Mapping[str, dict],
+    looks: Mapping[str, Look],
     *,
     errors: tuple[DataFrame, DataFrame],
 ) -> None:
-    """Grouped bars: a group at 0, 1 ... per row of ``table``, a bar per column in ``looks``.
+    """Draw a group of bars at 0, 1 ... per row of ``table``, with a bar per column in ``looks``.
 
     errors: lengths of the error bars below and above.
     """
     names = [name for name in looks if name in table]
     for number, name in enumerate(names):
-        places = np.arange(len(table)) + 0.8 * ((number + 0.5) / len(names) - 0.5)
+        positions = np.arange(len(table)) + 0.8 * ((number + 0.5) / len(names) - 0.5)
         lengths = [part[name] for part in errors]
         look = {"label": name, **looks[name], "capsize": 2, "error_kw": {"lw": 0.7}}
-        axes.bar(places, table[name], width=0.76 / len(names), yerr=lengths, **look)
+        axes.bar(positions, table[name], width=0.76 / len(names), yerr=lengths, **look)
     axes.grid(axis="x", visible=False)
 
 
 @contextmanager
 def figures() -> Iterator[None]:
-    """Draw inside this context: our style file, no display, figures closed at the end."""
+    """Draw inside this context: with our style file, without a display.  It closes its figures."""
     import matplotlib as mpl
 
     mpl.use("agg")
@@ -168,12 +163,12 @@ def figures() -> Iterator[None]:
 
 
 def panel_grid(
-    count: int, *, height: float, width: float = 2.33, columns: int = 3, **options
+    count: int, *, height: float, width: float = 2.33, columns: int = 3, **options: Any
 ) -> tuple[Figure, list[Axes], list[Axes]]:
-    """``count`` panels in rows of up to ``columns``, ``height`` by ``width`` inches each.
+    """Make ``count`` panels in rows of up to ``columns``, ``height`` by ``width`` inches each.
 
-    Returns the figure, its panels in reading order and the places left empty.  ``options`` go to
-    ``matplotlib.pyplot.subplots``.
+    Returns the figure, its panels in reading order and the empty axes behind them.  ``options`` go
+    to ``matplotlib.pyplot.subplots``.
     """
     import matplotlib.pyplot as plt
 
@@ -195,7 +190,7 @@ def panel_grid(
 
 
 def log_x(axes: Axes, ticks: Sequence[float] = (), base: int = 10) -> None:
-    """A logarithmic x axis with these ticks, or the powers of ``base``, as plain numbers."""
+    """Make the x axis logarithmic, with plain numbers at ``ticks`` or at the powers of ``base``."""
     axes.set_xscale("log", base=base)
     if len(ticks):
         axes.set_xticks(ticks, map("{:g}".format, ticks))
@@ -205,9 +200,10 @@ def log_x(axes: Axes, ticks: Sequence[float] = (), base: int = 10) -> None:
 
 
 def plain_log_ticks(axis: Axis) -> None:
-    """Ticks of a logarithmic ``axes.xaxis`` or ``yaxis``, whose data are drawn, as plain numbers.
+    """Write the ticks of a logarithmic ``axes.xaxis`` or ``yaxis`` as plain numbers.
 
-    At 1, 2, 5, 10 ...; closer ones where the axis spans too little for three of these.
+    Call it after drawing.  Ticks are at 1, 2, 5, 10 ..., or closer on an axis that is too short for
+    three of these.
     """
     from matplotlib.ticker import LogLocator, NullLocator
 
@@ -220,7 +216,7 @@ def plain_log_ticks(axis: Axis) -> None:
 
 
 def name_rows(axes: Axes, names: Sequence[str], shown: bool = True, fontsize: float = 6) -> None:
-    """A row for each name at y = 0, 1 ..., the first on top; with ``shown`` the names beside."""
+    """Make a row for each name at y = 0, 1 ..., from the top, with ``shown`` beside its name."""
     axes.set_yticks(range(len(names)), names if shown else [], fontsize=fontsize)
     axes.set_ylim(len(names) - 0.4, -0.6)
 
@@ -233,25 +229,23 @@ def shared_legend(
     xlabel: str = "",
     ylabel: str = "",
 ) -> Figure:
-    """One legend with each label of any panel once: in a spare place, else above the panels.
+    """Draw one legend with each label of any panel once; returns the figure.
 
-    Above, it has up to ``columns`` columns, as many as fit.  ``xlabel`` and ``ylabel`` label all
-    panels together.  Returns the figure.
+    It fills the first of the ``spare`` axes.  Without one it is above the panels, with up to
+    ``columns`` columns, as many as fit.  ``xlabel`` and ``ylabel`` label all panels together.
     """
     figure.supxlabel(xlabel)
     figure.supylabel(ylabel)
-    entries = {}
+    entries: dict[str, Artist] = {}
     for axis in figure.axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             entries.setdefault(label, handle)
+    handles, labels = [*entries.values()], [*entries]
     if spare:
-        columns = 1 if len(entries) <= 8 else 2
-        spare[0].legend(entries.values(), entries.keys(), loc="center", ncols=columns)
+        spare[0].legend(handles, labels, loc="center", ncols=1 if len(entries) <= 8 else 2)
     else:
         for ncols in range(min(columns, len(entries)), 0, -1):
-            legend = figure.legend(
-                entries.values(), entries.keys(), loc="outside upper center", ncols=ncols
-            )
+            legend = figure.legend(handles, labels, loc="outside upper center", ncols=ncols)
             if ncols == 1 or legend.get_window_extent().width <= figure.bbox.width:
                 break
             legend.remove()
@@ -264,11 +258,11 @@ def plotter(
     *,
     measured: str | None = None,
 ) -> Callable[[DataFrame, Path], list[Path]]:
-    """The ``plot`` of an experiment.
+    """Make the ``plot`` of an experiment.
 
-    draw: functions from rows to a figure, or None for no figure, by file name.
-    tables: functions from rows to a table, or None, with the format of its floats, by file name.
-    measured: a column; rows without a value there are left out.
+    draw: functions from rows to a figure or None, by file name.
+    tables: functions from rows to a table or None, with the format of its floats, by file name.
+    measured: a column.  Rows without a value there are left out.
     """
 
     def plot(rows: DataFrame, folder: Path) -> list[Path]:
@@ -291,7 +285,7 @@ def plotter(
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
-    """Write ``name``.pdf and .png; returns their paths."""
+    """Write ``name``.pdf and ``name``.png; returns their paths."""
     written = []
     for suffix, entries in _FORMATS.items():
         content = io.BytesIO()

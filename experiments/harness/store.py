@@ -2,9 +2,7 @@
 
     rows.csv, environment.json, figures   assembled, each replaced in one step
     sweep.log                             log, appended to; not for the repository
-    .cells/<cell id>.json                 one finished cell
-    .cells/runs/<run id>.json             the environment of one run of the sweep
-    .cells/code/<digest>.json             the code that finished cells come from
+    .cells/<cell id>.json                 one finished cell, with the environment of its run
     .cells/lock                           held by the running sweep
 
 A file appears under its name only when it is complete, so a sweep may be killed at any time.
@@ -15,8 +13,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import fcntl
-import functools
-import hashlib
 import io
 import itertools
 import json
@@ -50,13 +46,7 @@ class Store:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._cells = folder / ".cells"
-        self._runs = self._cells / "runs"
-        self._code = self._cells / "code"
-        for made in (self._runs, self._code):
-            made.mkdir(parents=True, exist_ok=True)
-        # Returns the environment of a run; raises ValueError, naming the file.
-        self.load_run = functools.cache(lambda run: _read(self._runs / f"{run}.json", "commit"))
-        self._load_code = functools.cache(lambda digest: _read(self._code / f"{digest}.json"))
+        self._cells.mkdir(parents=True, exist_ok=True)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -86,34 +76,31 @@ class Store:
 
     def _remove_leftovers(self) -> None:
         """Remove files that a killed sweep had not finished."""
-        temporary = (".cells/**/.*.tmp", ".rows.csv.*.tmp", ".environment.json.*.tmp")
+        temporary = (".cells/.*.tmp", ".rows.csv.*.tmp", ".environment.json.*.tmp")
         for leftover in itertools.chain(*map(self.folder.glob, temporary)):
             leftover.unlink()
 
     def load_cell(self, cell_id: str) -> dict[str, Any] | None:
-        """The record of a finished cell, with its code, or None.
+        """The record of a finished cell, or None.
 
-        Raises ValueError, naming the file, if a file of the record is damaged or missing.
+        Raises ValueError, naming the file, if it is damaged or of an earlier version.
         """
         path = self._cells / f"{cell_id}.json"
-        if not path.exists():
+        try:
+            record = json.loads(path.read_bytes())
+            record["rows"], record["code"].keys(), record["run"]["commit"]
+        except FileNotFoundError:
             return None
-        record = _read(path, "run", "rows", "code")
-        self.load_run(record["run"])
-        return {**record, "code": self._load_code(record["code"])}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}: {error}") from error
+        return record
 
     def save_cell(self, cell_id: str, record: dict[str, Any]) -> None:
-        """Store a finished cell, which has "run", "rows" and "code"."""
-        code = json.dumps(record["code"], sort_keys=True)
-        digest = hashlib.sha256(code.encode()).hexdigest()[:24]
-        write_atomically(self._code / f"{digest}.json", code)  # one in the folder may be damaged
-        write_atomically(self._cells / f"{cell_id}.json", json.dumps({**record, "code": digest}))
+        """Store a finished cell: "rows", their "code" and the environment of the "run"."""
+        write_atomically(self._cells / f"{cell_id}.json", json.dumps(record))
 
     def discard_cell(self, cell_id: str) -> None:
         (self._cells / f"{cell_id}.json").unlink(missing_ok=True)
-
-    def save_run(self, run_id: str, environment: dict[str, Any]) -> None:
-        write_atomically(self._runs / f"{run_id}.json", json.dumps(environment))
 
     def write_rows(self, rows: list[dict[str, Any]]) -> None:
         """rows.csv: the columns in order of appearance, numbers with every digit."""
@@ -127,15 +114,3 @@ class Store:
     def write_environment(self, environment: dict[str, Any]) -> None:
         text = json.dumps(environment, indent=2, ensure_ascii=False)
         write_atomically(self.folder / "environment.json", text + "\n")
-
-
-def _read(path: Path, *keys: str) -> dict[str, Any]:
-    """The JSON object in ``path``, which has ``keys``.  Raises ValueError, naming the file."""
-    try:
-        document = json.loads(path.read_bytes())
-        missing = [key for key in keys if key not in document]
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{path}: {error}") from error
-    if missing or not isinstance(document, dict):
-        raise ValueError(f"{path}: has no {', '.join(missing) or 'object'}")
-    return document

@@ -172,7 +172,7 @@ class _Sweep:
             try:
                 record = self.store.load_cell(key)
             except ValueError as error:
-                log.warning("a cell is run again, what is stored of it is damaged: %s", error)
+                log.warning("a cell is run again, as its record is damaged: %s", error)
                 continue
             if record is None:
                 continue
@@ -193,9 +193,7 @@ class _Sweep:
 
     def run(self, tasks: list[Task], execute: Executor, described: dict[str, Any]) -> None:
         """Run ``tasks`` and store each as it finishes."""
-        now = datetime.now(UTC)
-        run_id = f"{now:%Y%m%dT%H%M%S.%fZ}-{os.getpid()}"
-        self.store.save_run(run_id, {"started": now.isoformat(timespec="seconds"), **described})
+        run = {"started": datetime.now(UTC).isoformat(timespec="microseconds"), **described}
         log.info("commit %s: %d of %d cells", described["commit"], len(tasks), len(self.cells))
         progress = tqdm(
             desc=self.experiment.name,
@@ -207,17 +205,17 @@ class _Sweep:
         assembled = time.monotonic()
         with progress, contextlib.closing(execute(tasks)) as outcomes:
             for outcome in outcomes:
-                self._settle(outcome, run_id)
+                self._settle(outcome, run)
                 progress.update()
                 if time.monotonic() - assembled > _ASSEMBLE_SECONDS:
                     self.assemble()
                     assembled = time.monotonic()
 
-    def _settle(self, outcome: Outcome, run_id: str) -> None:
+    def _settle(self, outcome: Outcome, run: dict[str, Any]) -> None:
         """Store a finished cell, or log why it has no result."""
         cell = identity(self.cells[outcome.key])
         if outcome.status == "finished":
-            record = {"cell": cell, "run": run_id, "seconds": outcome.seconds}
+            record = {"cell": cell, "run": run, "seconds": outcome.seconds}
             record |= {"rows": outcome.rows, "code": outcome.code}
             self.store.save_cell(outcome.key, record)
             self.records[outcome.key] = record
@@ -249,10 +247,11 @@ class _Sweep:
         if not finished:
             return
         self.store.write_rows([row for record in finished for row in record["rows"]])
-        runs = Counter(record["run"] for record in finished)
-        newest, *earlier = [
-            {**self.store.load_run(run), "cells": runs[run]} for run in sorted(runs, reverse=True)
-        ]
+        runs = {record["run"]["started"]: record["run"] for record in finished}
+        cells = Counter(record["run"]["started"] for record in finished)
+        newest, *earlier = (
+            {**runs[started], "cells": cells[started]} for started in sorted(runs, reverse=True)
+        )
         files = {(f.name, f.sha256) for cell in self.cells.values() for f in input_files(cell)}
         self.store.write_environment(
             {
