@@ -1,8 +1,8 @@
 """Attention over the paged KV cache, by one of three backends.
 
 A backend normalises (with QK-norm) and rotates queries and keys, stores the new keys and values
-into their slots, and then attends.  A sequence may read blocks that another sequence of the same
-batch has just filled.
+into their slots, and then attends.  A sequence may read blocks that were filled by another sequence
+of the same batch.
 
     triton      the kernels of this repository
     torch       plain PyTorch: fast on a CPU, a baseline elsewhere
@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
+import kernels
+from kernels import checks, reference
 from models.layers import Rotation, apply_rope
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Layout of a batch.  An argument of every layer, never global state.
+    """Layout of a batch.  Every layer takes it as an argument.
 
     Rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] are the queries of sequence i, at the last positions
     of its context_lens[i] tokens.
@@ -52,17 +54,17 @@ class AttentionMetadata:
     """The batch split by number of queries (one, few, many); empty if there is one kind."""
 
 
-class AttentionBackend(Protocol):
+class AttentionBackend:
     """Rotates query and key, stores key and value, and attends causally over each context."""
 
     name: str
-    ops: ModuleType
+    ops: ModuleType = kernels
     """Other operations of a layer: ``kernels``, or ``kernels.reference`` in plain PyTorch."""
-    has_fp8_cache: bool
+    has_fp8_cache: bool = True
     """Whether the cache may be fp8 e4m3."""
-
-    def can_capture(self, block_size: int) -> bool:
-        """Whether a CUDA graph can capture decoding: the host reads nothing."""
+    captured_multiple: int
+    """A CUDA graph captures decoding if the block size is a multiple of it; 0 if never, because the
+    host reads lengths."""
 
     def __call__(
         self,
@@ -88,51 +90,43 @@ class AttentionBackend(Protocol):
         All keys and values are read from the cache, so the result of a query does not depend on
         which tokens are computed together.
         """
+        raise NotImplementedError
+
+    def _rope_store(self, query, key, value, rotation, caches, metadata, layer, **scales) -> None:
+        """Rotate query in place, store rotated keys and values, in one launch."""
+        norms, q_norm = {}, layer.q_norm
+        if q_norm is not None:
+            norms = {"q_norm_weight": q_norm.weight, "k_norm_weight": layer.k_norm.weight}
+            norms |= {"norm_eps": q_norm.eps, "norm_offset": q_norm.offset}
+        angles = rotation.positions, rotation.cos, rotation.sin
+        slots = metadata.slot_mapping
+        self.ops.rope_store_kvcache(query, key, value, *caches, slots, *angles, **norms, **scales)
 
 
-def _rope_store(ops, query, key, value, rotation, caches, metadata, layer, **cache_scales) -> None:
-    """Rotate query in place, store rotated keys and values, in one launch."""
-    norms, q_norm = {}, layer.q_norm
-    if q_norm is not None:
-        norms = {"q_norm_weight": q_norm.weight, "k_norm_weight": layer.k_norm.weight}
-        norms |= {"norm_eps": q_norm.eps, "norm_offset": q_norm.offset}
-    angles = rotation.positions, rotation.cos, rotation.sin
-    slots = metadata.slot_mapping
-    ops.rope_store_kvcache(query, key, value, *caches, slots, *angles, **norms, **cache_scales)
-
-
-class TritonBackend:
+class TritonBackend(AttentionBackend):
     """The Triton kernels: decode for single queries, else prefill."""
 
     name = "triton"
-    has_fp8_cache = True
-
-    def __init__(self) -> None:
-        import kernels  # late: TRITON_INTERPRET is read at this import
-
-        self.ops = kernels
-
-    def can_capture(self, block_size):
-        return True
+    captured_multiple = 1
 
     def __call__(self, query, key, value, rotation, k_cache, v_cache, metadata, layer):
         caches, scales = (k_cache, v_cache), {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
-        _rope_store(self.ops, query, key, value, rotation, caches, metadata, layer, **scales)
+        self._rope_store(query, key, value, rotation, caches, metadata, layer, **scales)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         for rows, part in _parts(metadata):
             options = {"out": out[rows], **layer.scores, **scales}
-            where = query[rows], *caches, part.block_tables
+            inputs = query[rows], *caches, part.block_tables
             if part.max_seqlen_q == 1:
-                self.ops.paged_decode_attention(*where, part.context_lens, **options)
+                self.ops.paged_decode_attention(*inputs, part.context_lens, **options)
             else:
                 options |= {"max_seqlen_q": part.max_seqlen_q, "num_splits": None}
                 lens = part.cu_seqlens_q, part.context_lens
-                self.ops.paged_prefill_attention(*where, *lens, **options)
+                self.ops.paged_prefill_attention(*inputs, *lens, **options)
         return out
 
 
 def _parts(metadata: AttentionMetadata) -> Iterator[tuple[slice, AttentionMetadata]]:
-    """Rows and metadata of each part of a batch: a single query would waste a tile of many."""
+    """Rows and metadata of each part of a batch."""
     if not metadata.parts:
         yield slice(None), metadata
     end = 0
@@ -145,11 +139,11 @@ MASKED_QUERIES = 256
 """Queries of a sequence per mask of the torch backend."""
 
 GATHERED_BYTES = 2 << 20
-"""Most bytes of keys that the torch backend gathers at a time on a CPU, so that they stay in its
-caches and in memory that the allocator keeps."""
+"""Bytes of keys that the torch backend gathers at a time on a CPU, at most.  They fit into a CPU's
+caches."""
 
 
-class TorchBackend:
+class TorchBackend(AttentionBackend):
     """PyTorch's scaled_dot_product_attention over the gathered context.
 
     Decoding gathers the contexts of several sequences: all of them on a GPU, as many as fit into
@@ -159,27 +153,17 @@ class TorchBackend:
     """
 
     name = "torch"
-    has_fp8_cache = True
+    ops = reference
+    captured_multiple = 0
 
     def __init__(self) -> None:
-        from kernels import reference  # late: TRITON_INTERPRET is read at this import
-
-        self.ops = reference
         self._metadata: AttentionMetadata | None = None  # a new object in each forward pass
-        self._known: dict[Hashable, Any] = {}
-
-    def can_capture(self, block_size):
-        return False
-
-    def _once(self, key: Hashable, compute: Callable[[], Any]) -> Any:
-        """A value that is the same in all layers, computed in the first one."""
-        if key not in self._known:
-            self._known[key] = compute()
-        return self._known[key]
+        self._gathers: dict[int | None, list[Any]] = {}
+        """Of the metadata, by window size: equal in all layers, computed in the first one."""
 
     def __call__(self, query, key, value, rotation, k_cache, v_cache, metadata, layer):
         if self._metadata is not metadata:
-            self._metadata, self._known = metadata, {}
+            self._metadata, self._gathers = metadata, {}
         if layer.q_norm is not None:
             query, key = layer.q_norm(query), layer.k_norm(key)
         query, key = (apply_rope(x, *rotation.of_tokens) for x in (query, key))
@@ -198,10 +182,10 @@ class TorchBackend:
         window_size, outs = layer.scores["window_size"], []
         for rows, part in _parts(metadata):
             if part.max_seqlen_q == 1:
-                gathers = self._once(
-                    ("decode", window_size),
-                    lambda part=part: list(_gathers(part, k_cache.shape[1], window_size, limit)),
-                )
+                if window_size not in self._gathers:
+                    gathers = _gathers(part, k_cache.shape[1], window_size, limit)
+                    self._gathers[window_size] = list(gathers)
+                gathers = self._gathers[window_size]
                 outs.append(self._decode(query[rows], caches, gathers, **layer.scores))
             else:
                 outs.append(self._prefill(query[rows], caches, part, **layer.scores))
@@ -254,8 +238,8 @@ def _gathers(
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
     """Slots that the queries of a decode batch see, in runs of up to ``limit`` tokens.
 
-    Yields a slice of sequences; their slots, (num_seqs, longest); and the mask of slots that are
-    not padding, (num_seqs, 1, 1, longest), None if there is no padding.
+    Yields a slice of sequences; their slots, (num_seqs, longest); and the mask that is False for
+    padding, (num_seqs, 1, 1, longest), or None without padding.
     """
     ends = metadata.context_lens.long()
     begins = torch.zeros_like(ends) if window_size is None else (ends - window_size).clamp(0)
@@ -272,8 +256,8 @@ def _gathers(
 
 
 def padded_runs(lengths: list[int], limit: float) -> Iterator[slice]:
-    """Cut a batch into runs of sequences of up to ``limit`` tokens, padding included; a longer
-    sequence is its own run."""
+    """Cut a batch into runs of sequences of up to ``limit`` tokens, padding included.  A longer
+    sequence is a run of its own."""
     first, longest = 0, 0
     for index, length in enumerate(lengths):
         longest = max(longest, length)
@@ -288,16 +272,16 @@ def _attend_causally(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    window_size: int | None = None,
-    **scores,
+    window_size: int | None,
+    **scores: Any,
 ) -> torch.Tensor:
     """Causal attention of the last positions of a sequence; returns queries' shape.
 
     queries: (1, num_q_heads, num_queries, head_dim).  keys, values: (1, num_kv_heads, num_keys,
     head_dim), of the last num_keys positions.
 
-    Behind a cached prefix PyTorch needs a mask, and computes masked scores too.  So queries attend
-    in slices, each to the keys between the first and the last that it may see.
+    Behind a cached prefix PyTorch needs a mask, and computes masked scores too.  So each slice of
+    queries attends to its own range of keys.
     """
     num_queries, num_keys = queries.shape[2], keys.shape[2]
     num_before = num_keys - num_queries
@@ -330,7 +314,7 @@ def _attend(
     scale: float,
     softcap: float = 0.0,
 ) -> torch.Tensor:
-    """Attention where ``seen``; None: everywhere."""
+    """Attention to the keys where ``seen`` is True, or to all keys if it is None."""
     group = queries.shape[1] // keys.shape[1]
     if not softcap:
         return F.scaled_dot_product_attention(
@@ -343,7 +327,7 @@ def _attend(
     return capped.softmax(dim=-1, dtype=torch.float32).to(values.dtype) @ values
 
 
-class FlashAttnBackend:
+class FlashAttnBackend(AttentionBackend):
     """flash-attn's paged kernels.  Raises ImportError if flash-attn is not installed.
 
     flash-attn 2 needs block sizes that are multiples of 256.  For other sizes the context is copied
@@ -352,7 +336,7 @@ class FlashAttnBackend:
 
     name = "flash_attn"
     has_fp8_cache = False
-    page_multiple = 256
+    captured_multiple = page_multiple = 256  # others copy the longest context in every layer
 
     def __init__(self) -> None:
         try:
@@ -361,19 +345,12 @@ class FlashAttnBackend:
             raise ImportError(
                 f"attention_backend='flash_attn' needs the package flash-attn: {error}"
             ) from error
-        import kernels  # late: TRITON_INTERPRET is read at this import
-
-        self.ops = kernels
-
-    def can_capture(self, block_size):
-        # A graph would copy the longest possible context in every layer.
-        return block_size % self.page_multiple == 0
 
     def __call__(self, query, key, value, rotation, k_cache, v_cache, metadata, layer):
         options, window_size = layer.scores | {"causal": True}, layer.scores["window_size"]
         options["softmax_scale"] = options.pop("scale")
         options["window_size"] = (-1, -1) if window_size is None else (window_size - 1, 0)
-        _rope_store(self.ops, query, key, value, rotation, (k_cache, v_cache), metadata, layer)
+        self._rope_store(query, key, value, rotation, (k_cache, v_cache), metadata, layer)
         block_tables = metadata.block_tables
         if k_cache.shape[1] % self.page_multiple:
             k_cache, v_cache, block_tables = self._repage(k_cache, v_cache, metadata)
@@ -409,14 +386,13 @@ class FlashAttnBackend:
         )
 
 
-BACKENDS: dict[str, type[AttentionBackend]] = {
-    backend.name: backend for backend in (TritonBackend, TorchBackend, FlashAttnBackend)
-}
+_CLASSES: tuple[type[AttentionBackend], ...] = (TritonBackend, TorchBackend, FlashAttnBackend)
+BACKENDS = {backend.name: backend for backend in _CLASSES}
 """Attention backends by name."""
 
 
 def make_backend(name: str | None, device: torch.device) -> AttentionBackend:
-    """The backend ``name``; None for the default: triton on a GPU, torch on a CPU.
+    """The backend ``name``, by default triton on a GPU and torch on a CPU.
 
     Raises ValueError for an unknown name and for a backend that cannot run on ``device``,
     ImportError for flash_attn where it is not installed.
@@ -429,13 +405,9 @@ def make_backend(name: str | None, device: torch.device) -> AttentionBackend:
         )
     if device.type == "cpu" and name == "flash_attn":
         raise ValueError("attention_backend='flash_attn': flash-attn runs on GPUs only")
-    if device.type == "cpu" and name == "triton":
-        from kernels import checks  # late: TRITON_INTERPRET is read at this import
-
-        if not checks.INTERPRETED.value:
-            raise ValueError(
-                "attention_backend='triton' on a CPU: set TRITON_INTERPRET=1 in the environment "
-                "before the kernels are imported, to run them in Triton's interpreter, or use "
-                "'torch'"
-            )
+    if device.type == "cpu" and name == "triton" and not checks.INTERPRETED.value:
+        raise ValueError(
+            "attention_backend='triton' on a CPU: set TRITON_INTERPRET=1 in the environment before "
+            "the kernels are imported, to run them in Triton's interpreter, or use 'torch'"
+        )
     return BACKENDS[name]()

@@ -45,11 +45,11 @@ class Family:
     scaled_embeddings: bool = False
     """Embeddings are multiplied by sqrt(hidden_size)."""
     has_window: Callable[[Mapping[str, Any], int], bool] | None = None
-    """Whether a layer has a window if config.json has no layer_types; None: never."""
+    """Whether a layer has a window if config.json has no layer_types.  By default it has none."""
     has_rope: Callable[[Mapping[str, Any], int], bool] = lambda fields, layer: True
     """Whether queries and keys of a layer are rotated."""
     rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
-    """Scalings of RoPE that keep their frequencies at any length."""
+    """RoPE scalings whose frequencies are the same at any length."""
 
 
 _DEFAULTS = {
@@ -145,7 +145,7 @@ _OFF_IF_NULL = ("sliding_window", *_SCORES[1:])
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 
-def _positive(name: str, value: object) -> None:
+def _positive(name: str, value: Any) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 2**-63 < value < 2**63:
         raise ValueError(f"{name}={value!r}: needs a positive number, 2**-63 to 2**63")
@@ -162,8 +162,8 @@ _ROPE_FIELDS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings", *_OF_YARN),
 }
-"""Fields that a RoPE scaling reads, by its type; it needs all but _OF_YARN.  Of these 0 means the
-default for the first four, and the last four may be None."""
+"""Fields that a RoPE scaling reads, by its type.  All but _OF_YARN are needed.  0 is the default in
+the first four of _OF_YARN; the last four may be None."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,8 +171,8 @@ class RopeScaling:
     """Scaling of RoPE's frequencies for contexts longer than in pre-training.
 
     The fields are transformers' ``rope_parameters``.  ``linear`` divides all frequencies by
-    ``factor``, ``llama3`` (Llama 3.1) those with long wavelengths, ``yarn`` (Peng et al., 2023)
-    those of pairs that turn seldom.  A type ignores the fields of the others.
+    ``factor``, ``llama3`` (Llama 3.1) and ``yarn`` (Peng et al., 2023) divide low frequencies.  A
+    type ignores fields that it does not read.
     """
 
     rope_type: str
@@ -183,7 +183,7 @@ class RopeScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
-    """Factor of yarn's sines and cosines; None: it follows from factor, mscale, mscale_all_dim."""
+    """Factor of yarn's sines and cosines, by default from factor, mscale and mscale_all_dim."""
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
@@ -197,9 +197,9 @@ class RopeScaling:
         if not self.factor >= 1:
             raise ValueError(f"factor={self.factor!r}: RoPE is stretched by a factor of 1 or more")
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
-            least, most = getattr(self, low), getattr(self, high)
-            if low in own and not least < most:
-                raise ValueError(f"{low}={least!r}, {high}={most!r}: needs 0 < low < high")
+            start, end = getattr(self, low), getattr(self, high)
+            if low in own and not start < end:
+                raise ValueError(f"{low}={start!r}, {high}={end!r}: needs 0 < low < high")
 
 
 @dataclass(frozen=True)
@@ -215,13 +215,22 @@ class Rope:
             raise ValueError("rope_theta=1: scaling needs frequencies that differ")
 
 
+def _size(name: str, value: Any) -> None:
+    _positive(name, at_least(1, name, value, float("inf")))
+
+
+def _off_or_positive(name: str, value: Any) -> None:
+    if value not in (None, 0):
+        _positive(name, value)
+
+
 _CHECKS: dict[Callable[[str, Any], object], tuple[str, ...]] = {
-    lambda name, value: _positive(name, at_least(1, name, value, float("inf"))): (
+    _size: (
         "vocab_size", "hidden_size", "intermediate_size", "num_layers",
         "num_q_heads", "num_kv_heads", "head_dim", "max_position_embeddings",
     ),
     _positive: ("rms_norm_eps",),
-    lambda name, value: value in (None, 0) or _positive(name, value): (
+    _off_or_positive: (
         "attention_scale", "attention_softcap", "final_softcap", "initializer_range",
     ),
     true_or_false: ("tie_word_embeddings", "attention_bias", "mlp_bias"),
@@ -304,12 +313,13 @@ class ModelConfig:
     @property
     def sliding_window(self) -> int | None:
         """Largest window of any layer; None if a layer sees all tokens."""
-        return None if not self.windows or None in self.windows else max(self.windows)
+        windows = [window for window in self.windows if window is not None]
+        return max(windows) if windows and len(windows) == len(self.windows) else None
 
     @property
     def max_positions(self) -> int:
-        """Longest sequence, as in vLLM: linear scaling multiplies max_position_embeddings, but for
-        Gemma 3, where the checkpoint has done so."""
+        """Longest sequence, as in vLLM: linear scaling multiplies max_position_embeddings, except
+        in Gemma 3, whose checkpoints have the product."""
         if "rope_local_base_freq" in self.family.reads:
             return self.max_position_embeddings
         scalings = [rope.scaling for rope in self.ropes if rope is not None and rope.scaling]
@@ -334,9 +344,8 @@ class ModelConfig:
     def from_folder(cls, folder: str | Path) -> ModelConfig:
         """Read ``config.json``, and end-of-text tokens from ``generation_config.json`` if present.
 
-        ``folder`` may be a GGUF file.  Raises FileNotFoundError for a missing file,
-        UnsupportedModel for a feature these decoders do not have, ValueError for malformed fields;
-        each names the file.
+        ``folder`` may be a GGUF file.  Errors name the file: FileNotFoundError for a missing file,
+        UnsupportedModel for a feature these decoders do not have, ValueError for malformed fields.
         """
         folder = Path(folder)
         if is_gguf(folder):
@@ -382,7 +391,16 @@ class ModelConfig:
 
         get.setdefault("num_key_value_heads", need("num_attention_heads"))
         if "head_dim" not in get:
-            get["head_dim"] = _head_dim(need("hidden_size"), get["num_attention_heads"])
+            hidden_size, num_heads = (
+                at_least(1, name, need(name), 2**63)
+                for name in ("hidden_size", "num_attention_heads")
+            )
+            if hidden_size % num_heads:
+                raise ValueError(
+                    f"{hidden_size=} does not divide among num_attention_heads={num_heads}, and "
+                    "the field 'head_dim' is missing"
+                )
+            get["head_dim"] = hidden_size // num_heads
         if at_least(1, "num_hidden_layers", need("num_hidden_layers"), 2**63) > 10_000:
             raise UnsupportedModel(f"num_hidden_layers={get['num_hidden_layers']}: at most 10,000")
         layers = _layer_types(get, family)
@@ -413,13 +431,6 @@ class ModelConfig:
         return config
 
 
-_SAMPLING = {
-    "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens",
-}  # fmt: skip
-"""Fields of generation_config.json, and of SamplingParams."""
-
-
 def default_sampling_params(folder: Path | None) -> SamplingParams:
     """The sampling parameters of a checkpoint's ``generation_config.json``, as in vLLM.
 
@@ -429,16 +440,17 @@ def default_sampling_params(folder: Path | None) -> SamplingParams:
     fields = read_json_object(path) if path is not None and path.exists() else {}
     if fields.get("do_sample") is False:
         fields["temperature"] = 0.0
-    given = {ours: fields[theirs] for theirs, ours in _SAMPLING.items() if theirs in fields}
+    fields["max_tokens"] = fields.get("max_new_tokens")
+    names = "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens"
     with _errors_of(path):
-        return SamplingParams(**{name: v for name, v in given.items() if v is not None})
+        return SamplingParams(**{n: fields[n] for n in names if fields.get(n) is not None})
 
 
 def eos_of_tokenizer(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
     """Id of the eos_token that a tokenizer's files name; empty if they name none.
 
-    What transformers takes for it from the tokenizer's class is not read.
-    Raises ValueError, naming the file, for malformed JSON or a token that is not a text.
+    Defaults of transformers' tokenizer classes are not read.  Raises ValueError, naming the file,
+    for malformed JSON or a token that is not a text.
     """
     path, legacy = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
     fields = read_json_object(path) if path.exists() else {}
@@ -449,7 +461,8 @@ def eos_of_tokenizer(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
     text = eos.get("content") if isinstance(eos, Mapping) else eos
     if not isinstance(text, str | None):
         raise ValueError(f"{path}: eos_token={eos!r}: needs a text")
-    return frozenset({tokenizer.token_to_id(text or "")} - {None})
+    token_id = tokenizer.token_to_id(text or "")
+    return frozenset() if token_id is None else frozenset({token_id})
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -488,7 +501,7 @@ _LAYER_TYPES = _FULL, _SLIDING = "full_attention", "sliding_attention"
 def _layer_types(fields: Mapping[str, Any], family: Family) -> list[str]:
     """The kind of attention of each layer, one of _LAYER_TYPES."""
     types, num_layers = fields.get("layer_types"), fields["num_hidden_layers"]
-    has_window = family.has_window or (lambda fields, _: fields.get("use_sliding_window"))
+    has_window = family.has_window or (lambda fields, _: bool(fields.get("use_sliding_window")))
     own = [_LAYER_TYPES[bool(has_window(fields, layer))] for layer in range(num_layers)]
     if types is None:
         return own
@@ -517,20 +530,9 @@ def _windows(
     return tuple(window if kind == _SLIDING else None for kind in layers)
 
 
-def _head_dim(hidden_size: int, num_q_heads: int) -> int:
-    for name, size in (("hidden_size", hidden_size), ("num_attention_heads", num_q_heads)):
-        at_least(1, name, size, 2**63)
-    if hidden_size % num_q_heads:
-        raise ValueError(
-            f"hidden_size={hidden_size} does not divide among num_attention_heads={num_q_heads}, "
-            "and the field 'head_dim' is missing"
-        )
-    return hidden_size // num_q_heads
-
-
 def _ropes(fields: Mapping[str, Any], layers: list[str], family: Family) -> tuple[Rope | None, ...]:
-    """RoPE of each layer, or one for all.  Fields stand where transformers 4 and 5 write them, and
-    win over each other as in transformers 5."""
+    """RoPE of each layer, or one for all, from the fields of transformers 4 and 5, with the
+    precedence of transformers 5."""
     scaling, parameters = (
         _json_object(name, fields.get(name, {})) for name in ("rope_scaling", "rope_parameters")
     )
@@ -555,7 +557,7 @@ def _ropes(fields: Mapping[str, Any], layers: list[str], family: Family) -> tupl
     return of_layers if len(set(of_layers)) > 1 else of_layers[:1]
 
 
-def _json_object(name: str, value: object) -> dict[str, Any]:
+def _json_object(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ValueError(f"field {name!r}: expected a JSON object, got {value!r}")
     return dict(value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ class DecodeGraphs:
 
     Args:
         kv_cache: the model's cache, which the graphs read and write in place.
-        max_blocks: most blocks of a sequence: the width of the block tables.
+        max_blocks: width of the block tables.
     """
 
     def __init__(
@@ -46,8 +47,8 @@ class DecodeGraphs:
         self._cu_seqlens = torch.arange(largest + 1, dtype=torch.int32, device=device)
         self._hidden = torch.zeros(largest, hidden_size, dtype=weight.dtype, device=device)
         self._max_context_len = max_blocks * kv_cache.shape[3]
-        self._pool: tuple[int, int] | None = None
-        # The largest first, so that the others fit into its memory pool.
+        self._pool: Any = None
+        # The largest first, so that smaller graphs fit into its memory pool.
         self._replays = {size: self._capture(size) for size in reversed(self.batch_sizes)}
 
     def fits(self, metadata: AttentionMetadata) -> bool:
@@ -70,7 +71,8 @@ class DecodeGraphs:
         self._replays[size]()
         return self._hidden[:batch]
 
-    def _step(self, size: int) -> Callable[[], None]:
+    @torch.inference_mode()
+    def _capture(self, size: int) -> Callable[[], None]:
         metadata = AttentionMetadata(
             slot_mapping=self._slot_mapping[:size],
             block_tables=self._block_tables[:size],
@@ -86,11 +88,6 @@ class DecodeGraphs:
             )
             self._hidden[:size].copy_(hidden)
 
-        return step
-
-    @torch.inference_mode()
-    def _capture(self, size: int) -> Callable[[], None]:
-        step = self._step(size)
         for _ in range(_WARM_UPS):
             step()
         torch.cuda.synchronize()

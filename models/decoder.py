@@ -26,10 +26,6 @@ from models.layers import (
 from models.parallel import TensorParallel
 
 
-def _head_columns(heads: range, head_dim: int) -> range:
-    return range(heads.start * head_dim, heads.stop * head_dim)
-
-
 class Attention(nn.Module):
     """Self-attention with fused QKV; QK-norm where the architecture has it."""
 
@@ -40,8 +36,9 @@ class Attention(nn.Module):
         hidden, head_dim = config.hidden_size, config.head_dim
         q_heads = tp.share(config.num_q_heads, "num_q_heads")
         kv_heads = tp.share(config.num_kv_heads, "num_kv_heads", repeat=True)
-        q_columns = _head_columns(q_heads, head_dim)
-        kv_columns = _head_columns(kv_heads, head_dim)
+        q_columns, kv_columns = (
+            range(heads.start * head_dim, heads.stop * head_dim) for heads in (q_heads, kv_heads)
+        )
         q_size, kv_size = config.num_q_heads * head_dim, config.num_kv_heads * head_dim
         self.head_dim, self.backend = head_dim, backend
         self.qkv_proj = ColumnParallelLinear(
@@ -79,7 +76,8 @@ class Attention(nn.Module):
         """x: (num_tokens, hidden_size).  kv_cache: this layer's, (2, num_blocks, block_size,
         num_kv_heads, head_dim)."""
         query, key, value = (y.unflatten(-1, (-1, self.head_dim)) for y in self.qkv_proj(x))
-        out = self.backend(query, key, value, rotation, *kv_cache, metadata, self)
+        caches = kv_cache[0], kv_cache[1]
+        out = self.backend(query, key, value, rotation, *caches, metadata, self)
         return self.o_proj(out.flatten(1))
 
 
@@ -117,8 +115,11 @@ class DecoderLayer(nn.Module):
             self.post_feedforward_layernorm = _norm(config, backend.ops)
 
     def forward(self, x, residual, rotation, kv_cache, metadata):
-        """x: output of the previous layer.  residual: stream to which x is added, in place; None if
-        x is the stream.  Returns x and residual for the next layer."""
+        """Returns x and residual for the next layer.
+
+        x: output of the previous layer.  residual: stream to which x is added, in place; None if x
+            is the stream.
+        """
         normalised = self.input_layernorm(x, residual)
         residual = x if residual is None else residual
         x = self.self_attn(normalised, rotation, kv_cache, metadata)
@@ -182,11 +183,9 @@ class CausalLM(nn.Module):
         self.num_q_heads_per_rank = len(tp.share(config.num_q_heads, "num_q_heads"))
         self.num_kv_heads_per_rank = len(tp.share(config.num_kv_heads, "num_kv_heads", repeat=True))
         self.model = Decoder(config, backend, tp, max_positions)
-        self.lm_head = (
-            None
-            if config.tie_word_embeddings
-            else VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
-        )
+        self.lm_head = None
+        if not config.tie_word_embeddings:
+            self.lm_head = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
 
     def forward(
         self,
@@ -228,11 +227,7 @@ def build_model(
     torch.set_default_dtype(dtype)
     try:
         with device:
-            return CausalLM(
-                config,
-                backend,
-                tp or TensorParallel(),
-                max_positions or config.max_positions,
-            )
+            max_positions = max_positions or config.max_positions
+            return CausalLM(config, backend, tp or TensorParallel(), max_positions)
     finally:
         torch.set_default_dtype(previous)

@@ -12,6 +12,7 @@ from cache.serving.outputs import RequestOutput
 from cache.serving.sampling_params import SamplingParams
 from models.hub import default_model
 from models.llm import LLM
+from models.prompts import Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +20,8 @@ class Arguments:
     """Generate text with a Hugging Face checkpoint on a paged KV cache."""
 
     model: str | None = None
-    """A checkpoint: folder, GGUF file, or name on the Hugging Face hub.  By default the SmolLM2 of
-    `make model`."""
+    """A checkpoint: folder, GGUF file, or name on the Hugging Face hub.  By default SmolLM2, which
+    `make model` installs."""
     prompt: tuple[str, ...] = ()
     """A prompt; may be given several times."""
     prompt_ids: tuple[str, ...] = ()
@@ -74,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
             Arguments, prog="python -m models.generate", args=arguments, config=repeated
         )
         options = {k: v for k, v in vars(args).items() if k not in ("prompt", "prompt_ids", "chat")}
-        prompts = [*args.prompt, *map(_token_ids, args.prompt_ids)]
+        prompts: list[Prompt] = [*args.prompt, *map(_token_ids, args.prompt_ids)]
         if not prompts:
             raise ValueError("--prompt: needs at least one prompt")
         if args.chat and args.prompt_ids:
@@ -113,15 +114,13 @@ def _print(output: RequestOutput) -> None:
         text = completion.text if completion.text is not None else completion.token_ids
         print(f"output {completion.index} ({completion.finish_reason}): {text}")
     stats = output.stats
-    per_token = stats.time_per_output_token
-    line = (
+    first, per_token = stats.time_to_first_token, stats.time_per_output_token
+    print(
         f"{len(output.prompt_token_ids)} prompt tokens, {stats.num_cached_tokens} of them cached; "
-        f"{stats.num_output_tokens} tokens generated; "
-        f"first after {stats.time_to_first_token * 1e3:.1f} ms"
+        f"{stats.num_output_tokens} tokens generated"
+        + ("" if first is None else f"; first after {first * 1e3:.1f} ms")
+        + ("" if per_token is None else f", then {per_token * 1e3:.2f} ms each")
     )
-    if per_token is not None:
-        line += f", then {per_token * 1e3:.2f} ms each"
-    print(line)
 
 
 if __name__ == "__main__":

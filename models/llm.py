@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ from cache.checks import at_least, shown
 from cache.serving.engine import Engine
 from cache.serving.outputs import RequestOutput, TokenOutput
 from cache.serving.sampling_params import SamplingParams
-from cache.serving.scheduler import Scheduler
+from cache.serving.scheduler import POLICIES, Scheduler
 from cache.sizing import utilization_share
 from models.attention import AttentionBackend, make_backend
 from models.config import ModelConfig, default_sampling_params, eos_of_tokenizer
@@ -38,19 +39,18 @@ from models.prompts import (
 )
 from models.runner import ModelRunner
 from models.sampler import Sampler
-from models.streams import NewRequest, Streams, new_decoder
+from models.streams import NewRequest, OutputDecoder, Streams
 from models.weights import load_kv_scales, load_weights, randomize_weights
 from models.workers import LeadingEngine, Workers, has_workers, start_workers
 
 HOST_KV_CACHE_BYTES = 4 << 30
 HOST_KV_CACHE_SHARE = 0.25
-"""Default limit of the blocks in host memory: these bytes, or this share of available memory."""
+"""Default limits of the blocks in host memory: bytes, and share of the available memory."""
 
-_NOT_SERVED = {"sliding_window": "the window is the model's; vllm_v1 frees the blocks behind it"}
-"""Options of managers that are for replays."""
-
-_CHOICES = {"preemption": ("recompute", "swap"), "scheduling": ("mixed", "prefill_first")}
-
+_CHOICES = {
+    "preemption": ("recompute", "swap"), "scheduling": ("mixed", "prefill_first"),
+    "scheduling_policy": POLICIES,
+}  # fmt: skip
 _SIZES = (
     "block_size", "num_blocks", "num_host_blocks", "max_model_len", "max_num_seqs",
     "max_num_batched_tokens", "tensor_parallel_size",
@@ -59,7 +59,7 @@ _SIZES = (
 
 @dataclass(frozen=True, kw_only=True)
 class LLMOptions:
-    """Options of an ``LLM``, checked as far as no model and no device matters.
+    """Options of an ``LLM``, with the checks that need neither a model nor a device.
 
     Attributes:
         device: "cuda" or "cpu"; by default a GPU if there is one.
@@ -77,18 +77,20 @@ class LLMOptions:
             min(4 GiB, 25 % of available memory), at most max_num_seqs of the longest sequences.
         num_host_blocks: blocks of host memory for preemption="swap".  Default: num_blocks, limited
             to min(4 GiB, 25 % of available memory).
-        max_model_len: longest sequence, prompt included; by default what model and cache allow.
-        max_num_seqs, max_num_batched_tokens: most sequences, and most tokens, of a step.
+        max_model_len: longest sequence, prompt included.  Default: the largest that fits model and
+            cache.
+        max_num_seqs, max_num_batched_tokens: maximum number of sequences and of tokens of a step.
         enable_prefix_caching: share the K/V of equal prefixes.
         enable_chunked_prefill: compute prompts longer than max_num_batched_tokens in chunks.
         scheduling: "mixed": a step decodes and computes prompts; "prefill_first": one or the other.
-        preemption: "recompute" or "swap": what happens to the K/V of a preempted sequence.
+        scheduling_policy: "fcfs", or "priority" for requests with a priority.
+        preemption: "recompute" or "swap" the K/V of a preempted sequence.
         tensor_parallel_size: number of processes, with a GPU each, that share the model.  Under
             torchrun every rank makes its own LLM and serves the same prompts; otherwise child
             processes are started now.
         gpu_memory_utilization: see num_blocks.
         hash_algorithm: hash of the prefix cache; by default the manager's own.
-        manager_options: further options of the manager.
+        manager_options: further options of the manager.  sliding_window is the model's.
         random_weights: ignore the checkpoint's weights.
         cuda_graphs: replay decoding from CUDA graphs.  Default: where possible, on a GPU with
             "triton", or with "flash_attn" and a block_size that is a multiple of 256.
@@ -114,6 +116,7 @@ class LLMOptions:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     scheduling: str = "mixed"
+    scheduling_policy: str = "fcfs"
     preemption: str = "recompute"
     tensor_parallel_size: int = 1
     gpu_memory_utilization: float = 0.9
@@ -136,10 +139,11 @@ class LLMOptions:
         utilization_share(self.gpu_memory_utilization)
         if not isinstance(self.seed, int):
             raise ValueError(f"seed={self.seed!r}: needs an int")
-        for name, reason in _NOT_SERVED.items():
-            if (self.manager_options or {}).get(name):
-                value = self.manager_options[name]
-                raise ValueError(f"manager_options: {name}={value!r}: {reason}")
+        if window := (self.manager_options or {}).get("sliding_window"):
+            raise ValueError(
+                f"manager_options: sliding_window={window!r}: the window is the model's; vllm_v1 "
+                "frees the blocks behind it"
+            )
 
 
 class LLM:
@@ -152,7 +156,7 @@ class LLM:
     Several threads may generate at a time.  An error of a request's own work (its text, scores or
     samples) ends it alone, with finish_reason "error" and ``RequestOutput.error``.  A step that
     raises (KeyboardInterrupt, out of memory ...) cancels all requests and empties the cache.  The
-    LLM then serves new requests, unless it started tensor-parallel ranks, which end.
+    LLM then serves new requests; tensor-parallel ranks that it started end.
 
     Args:
         model: folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer.json), a
@@ -165,10 +169,13 @@ class LLM:
     FileNotFoundError for a missing folder; ImportError if flash-attn is not installed.
     """
 
-    def __init__(self, model: str | Path | ModelConfig, **options: object) -> None:
-        asked = LLMOptions(**options)
-        folder = None if isinstance(model, ModelConfig) else checkpoint_path(model)
-        self.config = model if folder is None else ModelConfig.from_folder(folder)
+    def __init__(self, model: str | Path | ModelConfig, **options: Any) -> None:
+        asked, folder = LLMOptions(**options), None
+        if isinstance(model, ModelConfig):
+            self.config = model
+        else:
+            folder = checkpoint_path(model)
+            self.config = ModelConfig.from_folder(folder)
         self.device = _device(asked.device, asked.tensor_parallel_size)
         self.dtype = _dtype(asked.dtype, self.config, self.device)
         self.tokenizer = load_tokenizer(folder)
@@ -180,13 +187,16 @@ class LLM:
         backend = make_backend(asked.attention_backend, self.device)
         kv_dtype = _kv_dtype(asked.kv_cache_dtype, self.dtype, backend)
         cuda_graphs = _use_graphs(asked, backend, self.device)
-        longest = _longest_position(asked.max_model_len, self.config.max_positions)
+        longest, positions = asked.max_model_len, self.config.max_positions
+        if longest is not None and longest > positions:
+            raise ValueError(f"max_model_len={longest}: the model has {positions} positions")
+        longest = longest or positions
 
         workers = self._join_ranks(asked.tensor_parallel_size, {"model": model, **options})
         self.model = self._load_model(asked, folder, backend, longest)
         num_blocks, num_host_blocks = self._size_cache(asked, longest, kv_dtype)
-        of_manager = _manager_options(asked, self.config, num_blocks, longest)
-        new_scheduler = partial(_scheduler, asked, of_manager, num_blocks, num_host_blocks)
+        sizes = num_blocks, num_host_blocks, longest
+        new_scheduler = partial(_new_scheduler, asked, self.config, *sizes)
         scheduler = new_scheduler()
         self.max_model_len = _fit_max_model_len(asked.max_model_len, longest, scheduler)
         use_kernels = self.device.type == "cuda" or backend.name == "triton"
@@ -197,7 +207,17 @@ class LLM:
             max_num_seqs=asked.max_num_seqs, max_model_len=self.max_model_len,
             use_kernels=use_kernels, cuda_graphs=cuda_graphs,
         )  # fmt: skip
-        engine = self._new_engine(asked, scheduler, runner, use_kernels)
+        tokenizer = self.tokenizer
+        engine = Engine(
+            scheduler,
+            runner,
+            Sampler(self.device, asked.seed, use_kernels=use_kernels),
+            max_model_len=self.max_model_len,
+            vocab_size=self.config.vocab_size,
+            eos_token_ids=self.config.eos_token_ids,
+            new_decoder=None if tokenizer is None else partial(OutputDecoder, tokenizer),
+            overlap=self.device.type == "cuda" if asked.overlap is None else asked.overlap,
+        )
         self.engine = engine if workers is None else LeadingEngine(engine, workers)
         self._streams = Streams(self.engine, new_scheduler)
 
@@ -224,17 +244,19 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
         """Generate for one or several prompts: texts, lists of token ids, SaltedPrompts of either.
 
         sampling_params: for all prompts, or one for each; by default ``default_sampling_params``,
             the checkpoint's (generation_config.json).
+        priority: likewise.  Smaller ones are served first, with ``scheduling_policy="priority"``.
 
-        Returns one output per prompt, in order.  Raises ValueError for prompts or parameters that
-        do not fit, and UnsupportedByDesign for beam search with a manager that cannot fork; then
-        nothing is generated.
+        Returns one output per prompt, in order.  Raises the errors of ``Engine.add``, with the
+        number of the prompt, before anything is generated.
         """
-        events = self._streams.open(self._requests(prompts, sampling_params))
+        events = self._streams.open(self._requests(prompts, sampling_params, priority))
         done = [event for event in events if isinstance(event, RequestOutput)]
         return sorted(done, key=lambda output: output.request_id)
 
@@ -242,30 +264,33 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
     ) -> Iterator[TokenOutput | RequestOutput]:
         """Generate as ``generate`` does; yields each token as it comes, and each request's outputs
         when it is finished.  Tokens of beam search come with the outputs only.
 
-        Request ids rise in the order of the prompts.  Leaving the iteration cancels what remains.
+        Request ids rise in the order of the prompts.  Leaving the iteration cancels unfinished
+        requests.
         """
-        return self._streams.open(self._requests(prompts, sampling_params), texts=True)
+        requests = self._requests(prompts, sampling_params, priority)
+        return self._streams.open(requests, texts=True)
 
     def chat(
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        **template_options: object,
+        **template_options: Any,
     ) -> list[RequestOutput]:
         """Generate the next message of one or several chats, by the checkpoint's chat template.
 
         messages: a chat, ``[{"role": "user", "content": "..."}, ...]``, or several.  A content may
             be a list of ``{"type": "text", "text": "..."}`` if the template takes lists.
         template_options: options of ``ChatTemplate.render``, for example ``tools`` (functions or
-            their JSON schemas), ``continue_final_message``, or variables such as
-            ``enable_thinking``.  One that the template does not use changes nothing.
+            their JSON schemas), or variables such as ``enable_thinking``.
 
-        Returns and raises as ``generate``; ValueError also for a checkpoint without a template, and
-        for errors of the template.
+        Returns and raises as ``generate`` and ``ChatTemplate.render``; ValueError also for a
+        checkpoint without a template.
         """
         if self.chat_template is None or self.tokenizer is None:
             raise ValueError(
@@ -283,11 +308,7 @@ class LLM:
         ]
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached K/V, as after a change of weights.
-
-        Returns False, and does nothing, while a request is being served.  Raises
-        UnsupportedByDesign if the manager cannot reset.
-        """
+        """``Engine.reset_prefix_cache``: forget all cached K/V, as after a change of weights."""
         return self._streams.reset_prefix_cache()
 
     def abort(self, request_id: int) -> None:
@@ -298,7 +319,7 @@ class LLM:
         self._streams.abort(request_id)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt.  ``add_special_tokens`` adds those of the tokenizer, such as BOS.
+        """Token ids of a prompt.  ``add_special_tokens`` adds the tokenizer's, such as BOS.
 
         Raises ValueError for a text that cannot be tokenized, and without a tokenizer.
         """
@@ -311,7 +332,7 @@ class LLM:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def _with_special_stops(self, params: SamplingParams) -> SamplingParams:
-        """Stop strings that are special tokens become stop tokens: texts do not show them."""
+        """Replace stop strings that are special tokens, which texts do not show, by stop tokens."""
         if self.tokenizer is None or not params.skip_special_tokens:
             return params
         special = {
@@ -322,41 +343,38 @@ class LLM:
         return dataclasses.replace(
             params,
             stop=[stop for stop in params.stop if stop not in special],
-            stop_token_ids=params.stop_token_ids | set(special.values()),
+            stop_token_ids={*params.stop_token_ids, *special.values()},
         )
 
-    def _requests(self, prompts, sampling_params) -> list[NewRequest]:
+    def _requests(self, prompts: Any, sampling_params: Any, priority: Any) -> list[NewRequest]:
         """Check all prompts and parameters; returns a request for each prompt."""
-        prompts = list_prompts(prompts)
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params or self.default_sampling_params] * len(prompts)
-        if not isinstance(sampling_params, Sequence):
-            raise ValueError(f"sampling_params={shown(sampling_params)}: needs SamplingParams")
-        if len(sampling_params) != len(prompts):
-            raise ValueError(
-                f"sampling_params: {len(sampling_params)} for {len(prompts)} prompts; needs one "
-                "for all, or one for each"
-            )
-        requests = []
-        for i, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
+        prompts, requests = list_prompts(prompts), []
+        if sampling_params is None:
+            sampling_params = self.default_sampling_params
+        of_each = (
+            _one_for_each("sampling_params", sampling_params, len(prompts)),
+            _one_for_each("priority", priority, len(prompts)),
+        )
+        for i, (prompt, params, number) in enumerate(zip(prompts, *of_each, strict=True)):
             if not isinstance(params, SamplingParams):
                 raise ValueError(f"sampling_params[{i}]={shown(params)}: needs SamplingParams")
             try:
-                salt = None
+                keys: dict[str, Any] = {"priority": number}
                 if isinstance(prompt, SaltedPrompt):
-                    prompt, salt = prompt.prompt, prompt.cache_salt
+                    keys["cache_salt"] = prompt.cache_salt
+                    prompt = prompt.prompt
                 text = prompt if isinstance(prompt, str) else None
                 tokens = to_token_ids(prompt) if text is None else self.encode(text)
                 if params.stop:
                     params = self._with_special_stops(params)
-                self.engine.check(tokens, params)
+                self.engine.check(tokens, params, **keys)
             except ValueError as error:
                 raise ValueError(f"prompts[{i}]: {error}") from None
-            requests.append(NewRequest(tokens, params, text, salt))
+            requests.append(NewRequest(tokens, params, text, keys))
         return requests
 
-    def _join_ranks(self, size: int, arguments: Mapping[str, object]) -> Workers | None:
-        """Join the ranks; returns the other ranks if this process starts them."""
+    def _join_ranks(self, size: int, arguments: Mapping[str, Any]) -> Workers | None:
+        """Join the ranks; returns the workers if this process starts them."""
         for name in ("num_q_heads", "num_kv_heads", "intermediate_size"):
             first = TensorParallel(0, size)
             first.share(getattr(self.config, name), name, repeat=name == "num_kv_heads")
@@ -369,8 +387,10 @@ class LLM:
     def _load_model(
         self, asked: LLMOptions, folder: Path | None, backend: AttentionBackend, longest: int
     ) -> CausalLM:
-        options = {"dtype": self.dtype, "device": self.device, "tp": self._tp}
-        model = build_model(self.config, backend, max_positions=longest, **options)
+        model = build_model(
+            self.config, backend,
+            dtype=self.dtype, device=self.device, tp=self._tp, max_positions=longest,
+        )  # fmt: skip
         if folder is None or asked.random_weights:
             randomize_weights(model, seed=asked.seed, std=self.config.initializer_range)
             return model
@@ -378,21 +398,6 @@ class LLM:
         if asked.kv_cache_dtype is not None:
             load_kv_scales(model, folder)
         return model
-
-    def _new_engine(
-        self, asked: LLMOptions, scheduler: Scheduler, runner: ModelRunner, use_kernels: bool
-    ) -> Engine:
-        tokenizer, is_gpu = self.tokenizer, self.device.type == "cuda"
-        return Engine(
-            scheduler,
-            runner,
-            Sampler(self.device, asked.seed, use_kernels=use_kernels),
-            max_model_len=self.max_model_len,
-            vocab_size=self.config.vocab_size,
-            eos_token_ids=self.config.eos_token_ids,
-            new_decoder=None if tokenizer is None else partial(new_decoder, tokenizer),
-            overlap=is_gpu if asked.overlap is None else asked.overlap,
-        )
 
     def _size_cache(
         self, asked: LLMOptions, longest: int, kv_dtype: torch.dtype
@@ -423,7 +428,7 @@ class LLM:
                 peak_bytes=peak_bytes,
                 block_bytes=block_bytes,
             )
-            num_blocks = self._tp.least(fitting, self.device)
+            num_blocks = self._tp.min(fitting, self.device)
         if asked.preemption == "recompute":
             num_host_blocks = 0
         elif num_host_blocks is None:
@@ -435,28 +440,34 @@ class LLM:
         fitting = num_cpu_blocks(
             swap_space_bytes=min(HOST_KV_CACHE_BYTES, share), block_bytes=block_bytes
         )
-        return self._tp.least(fitting, self.device)
+        return self._tp.min(fitting, self.device)
 
 
-def _manager_options(
-    asked: LLMOptions, config: ModelConfig, num_blocks: int, longest: int
-) -> dict[str, object]:
-    """Options of the manager: the caller's, and what follows from the model."""
-    options = dict(asked.manager_options or {})
+def _one_for_each(name: str, value: Any, count: int) -> Sequence[Any]:
+    """``value``, a sequence with an item for each of ``count`` prompts, or one item for all."""
+    if not isinstance(value, Sequence):
+        return [value] * count
+    if len(value) != count:
+        raise ValueError(
+            f"{name}: {len(value)} for {count} prompts; needs one for all, or one for each"
+        )
+    return value
+
+
+def _new_scheduler(
+    asked: LLMOptions, config: ModelConfig, num_blocks: int, num_host_blocks: int, longest: int
+) -> Scheduler:
+    options: dict[str, Any] = dict(asked.manager_options or {})
     if asked.hash_algorithm is not None:
         options["hash_algorithm"] = asked.hash_algorithm
     if asked.manager == "vllm_v1" and asked.preemption != "swap":
         options["sliding_window"] = config.sliding_window
     if asked.manager == "contiguous":
         longest_run = asked.block_size << max(0, num_blocks.bit_length() - 1)
-        options.setdefault("final_length", _final_length)
+        # Sequences that do not stop early: an oracle's reservation.
+        final_length = lambda seq: getattr(seq, "max_num_tokens", seq.num_tokens)  # noqa: E731
+        options.setdefault("final_length", final_length)
         options.setdefault("max_model_len", asked.max_model_len or min(longest, longest_run))
-    return options
-
-
-def _scheduler(
-    asked: LLMOptions, options: dict[str, object], num_blocks: int, num_host_blocks: int
-) -> Scheduler:
     kv_cache = make_manager(
         asked.manager,
         num_blocks=num_blocks, block_size=asked.block_size, policy=asked.policy,
@@ -467,24 +478,19 @@ def _scheduler(
         max_num_seqs=asked.max_num_seqs, max_num_batched_tokens=asked.max_num_batched_tokens,
         num_host_blocks=num_host_blocks,
         chunked_prefill=asked.enable_chunked_prefill,
-        prefill_first=asked.scheduling == "prefill_first",
+        prefill_first=asked.scheduling == "prefill_first", policy=asked.scheduling_policy,
     )  # fmt: skip
 
 
 def _use_graphs(asked: LLMOptions, backend: AttentionBackend, device: torch.device) -> bool:
-    can_capture = device.type == "cuda" and backend.can_capture(asked.block_size)
+    multiple = backend.captured_multiple
+    can_capture = device.type == "cuda" and multiple > 0 and not asked.block_size % multiple
     if asked.cuda_graphs and not can_capture:
         raise ValueError(
             f"cuda_graphs=True: cannot capture attention_backend={backend.name!r} with "
             f"block_size={asked.block_size} on {device}"
         )
     return can_capture if asked.cuda_graphs is None else asked.cuda_graphs
-
-
-def _longest_position(max_model_len: int | None, positions: int) -> int:
-    if max_model_len is not None and max_model_len > positions:
-        raise ValueError(f"max_model_len={max_model_len}: the model has {positions} positions")
-    return max_model_len or positions
 
 
 def _fit_max_model_len(asked: int | None, longest: int, scheduler: Scheduler) -> int:
@@ -502,7 +508,7 @@ def _fit_max_model_len(asked: int | None, longest: int, scheduler: Scheduler) ->
 
 
 def _device(device: str | torch.device | None, tensor_parallel_size: int) -> torch.device:
-    """The device to use; each rank on a machine has its own GPU."""
+    """The device to use.  Each rank on a machine has its own GPU."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if str(device).partition(":")[0] not in ("cpu", "cuda"):
@@ -520,7 +526,9 @@ def _device(device: str | torch.device | None, tensor_parallel_size: int) -> tor
     return device
 
 
-def _dtype(dtype: torch.dtype | str | None, config: ModelConfig, device: torch.device):
+def _dtype(
+    dtype: torch.dtype | str | None, config: ModelConfig, device: torch.device
+) -> torch.dtype:
     if dtype is None:
         return config.dtype if device.type == "cuda" else torch.float32
     chosen = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
@@ -544,11 +552,6 @@ def _kv_dtype(
     return torch.float8_e4m3fn
 
 
-def _final_length(seq) -> int:
-    """Length of a sequence that does not stop early: the reservation of an oracle."""
-    return getattr(seq, "max_num_tokens", seq.num_tokens)
-
-
-def _make_engine(arguments: dict[str, object]) -> Engine:
+def _make_engine(arguments: dict[str, Any]) -> Any:
     """The engine of a worker rank."""
     return LLM(**arguments).engine

@@ -16,8 +16,8 @@ _CGROUP = Path("/sys/fs/cgroup")  # this process's group, inside a container
 
 
 def available_host_bytes() -> int:
-    """Linux's estimate of memory available without swapping, at most what the limit of a container
-    (cgroup v2) leaves."""
+    """Linux's estimate of memory available without swapping, within the limit of a container
+    (cgroup v2)."""
     kilobytes = _fields(Path("/proc/meminfo"))["MemAvailable:"]
     available = kilobytes * 1024
     try:
@@ -44,11 +44,11 @@ def profile_peak_bytes(
     block_size: int,
     kv_dtype: torch.dtype | None = None,
 ) -> int:
-    """Peak of bytes in use on the GPU for the largest batch.
+    """Peak of bytes in use on the GPU, other processes included, for the largest batch.
 
-    That is num_tokens tokens, in sequences of max_model_len, and num_seqs rows of logits with top-p
+    It has num_tokens tokens, in sequences of max_model_len, and num_seqs rows of logits with top-p
     sampling.  The cache has one block, which all tables repeat, in kv_dtype (None: the model's).
-    Memory of other processes counts; CUDA graphs, which are captured later, do not.
+    CUDA graphs, which are captured later, do not count.
     """
     device = model.model.embed_tokens.weight.device
     torch.cuda.empty_cache()
@@ -75,5 +75,5 @@ def profile_peak_bytes(
     sampler(logits, [SamplingParams(top_p=0.5)] * num_seqs, [None] * num_seqs)
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
-    others = total - free - torch.cuda.memory_reserved(device)
-    return torch.cuda.max_memory_allocated(device) + others
+    of_other_processes = total - free - torch.cuda.memory_reserved(device)
+    return torch.cuda.max_memory_allocated(device) + of_other_processes

@@ -29,13 +29,13 @@ class TensorParallel:
         if not 0 <= self.rank < self.size:
             raise ValueError(f"rank={self.rank}, size={self.size}: needs 0 <= rank < size")
 
-    def share(self, count: int, what: str, *, repeat: bool = False) -> range:
+    def share(self, count: int, name: str, *, repeat: bool = False) -> range:
         """This rank's contiguous part of ``count`` items.
 
         repeat: with fewer items than ranks, several ranks hold the same item.  For KV heads; not
             for dimensions that an all-reduce sums over.
 
-        Raises ValueError, naming ``what``, unless size divides count (or count divides size, with
+        Raises ValueError, with ``name``, unless size divides count (or count divides size, with
         ``repeat``).
         """
         if count % self.size == 0:
@@ -44,7 +44,7 @@ class TensorParallel:
         if repeat and self.size % count == 0:
             item = self.rank // (self.size // count)
             return range(item, item + 1)
-        raise ValueError(f"tensor_parallel_size={self.size} does not divide {what}={count}")
+        raise ValueError(f"tensor_parallel_size={self.size} does not divide {name}={count}")
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum ``x`` over all ranks, in place; returns it."""
@@ -60,13 +60,13 @@ class TensorParallel:
         dist.all_gather(parts, x.contiguous())
         return torch.cat(parts, dim=-1)
 
-    def least(self, value: int, device: torch.device) -> int:
+    def min(self, value: int, device: torch.device) -> int:
         """The smallest of the ranks' values; ``device`` is the group's device."""
         if self.size == 1:
             return value
-        least = torch.tensor(value, device=device)
-        dist.all_reduce(least, op=dist.ReduceOp.MIN)
-        return int(least)
+        smallest = torch.tensor(value, device=device)
+        dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+        return int(smallest)
 
 
 def is_distributed() -> bool:

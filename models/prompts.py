@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -20,9 +21,6 @@ from cache.checks import shown
 from kernels.testing.hugging_face import import_transformers
 from models.config import read_json_object
 from models.gguf import is_gguf, open_gguf
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -48,15 +46,15 @@ _MEDIA = re.compile("(input_)?(image|audio|video|file)(_url)?")
 
 
 @contextlib.contextmanager
-def tokenizer_errors(place: str | Path) -> Iterator[None]:
-    """Raises ValueError, beginning with ``place``, for errors and panics of tokenizers."""
+def tokenizer_errors(source: str | Path) -> Iterator[None]:
+    """Raises ValueError, beginning with ``source``, for errors and panics of tokenizers."""
     try:
         yield
     except BaseException as error:
         # A panic is a BaseException, of a class that cannot be imported.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise ValueError(f"{place}: " + str(error).removeprefix(f"{place}: ")) from None
+        raise ValueError(f"{source}: " + str(error).removeprefix(f"{source}: ")) from None
 
 
 def load_tokenizer(folder: Path | None) -> Tokenizer | None:
@@ -83,8 +81,8 @@ def as_list(values: object) -> list:
     return list(values) if isinstance(values, Iterable) else [values]
 
 
-def list_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
-    """One or several prompts as a list; one may be a list, an array or a tensor of token ids."""
+def list_prompts(prompts: Any) -> list[Any]:
+    """One or several prompts as a list.  Token ids may be a list, an array or a tensor."""
     if isinstance(prompts, str | bytes | bytearray | range) or not isinstance(prompts, Iterable):
         return [prompts]
     if hasattr(prompts, "ndim"):
@@ -109,11 +107,11 @@ class ChatTemplate:
     """Chat template of a checkpoint.  transformers reads and renders it when a chat is rendered.
 
     Args:
-        source: Jinja text, or several by name.  None reads what the folder ``path`` has:
+        source: Jinja text, or several by name.  None reads the folder ``path``:
             chat_template.jinja and additional_chat_templates, else tokenizer_config.json.
         path: file or folder, for errors.
-        special_tokens: special tokens that the template sees, such as bos_token.  A folder has its
-            own.
+        special_tokens: special tokens that the template sees, such as bos_token, unless a folder
+            is read.
     """
 
     def __init__(
@@ -122,7 +120,7 @@ class ChatTemplate:
         self._source, self._path, self._special_tokens = source, path, special_tokens
 
     def render(
-        self, messages: Messages, /, *, add_generation_prompt: bool | None = None, **options: object
+        self, messages: Messages, /, *, add_generation_prompt: bool | None = None, **options: Any
     ) -> str:
         """The text that ``apply_chat_template`` of transformers writes for a chat.
 
@@ -131,8 +129,8 @@ class ChatTemplate:
             add_generation_prompt: end with the start of the model's answer.  By default True,
                 unless ``continue_final_message`` is given.
             options: ``tools``, ``documents``, ``chat_template``, ``continue_final_message`` as in
-                transformers, and variables of the template.  As in transformers, one that the
-                template does not use changes nothing.
+                transformers, and variables of the template.  As in transformers, unused variables
+                change nothing.
 
         Raises ValueError for malformed messages and options, and for errors of the template, which
         name its file.
@@ -152,11 +150,11 @@ class ChatTemplate:
                 messages, tokenize=False, add_generation_prompt=add_generation_prompt, **options
             )
         except Exception as error:  # a template may raise any
-            place = ", ".join(map(str, _template_files(self._path) or [self._path]))
-            raise ValueError(f"messages: {place}: {error} ({type(error).__name__})") from error
+            files = ", ".join(map(str, _template_files(self._path) or [self._path]))
+            raise ValueError(f"messages: {files}: {error} ({type(error).__name__})") from error
 
     @functools.cached_property
-    def _reader(self) -> PreTrainedTokenizerBase:
+    def _reader(self) -> Any:
         """transformers' tokenizer without a vocabulary: it reads and renders chat templates."""
         transformers = import_transformers()  # takes seconds
         from transformers import PreTrainedTokenizerBase
@@ -166,9 +164,9 @@ class ChatTemplate:
         kind = getattr(transformers, str(named), PreTrainedTokenizerBase)
 
         class Reader(PreTrainedTokenizerBase):
-            added_tokens_decoder: Mapping[int, object] = {}
+            added_tokens_decoder: Any = MappingProxyType({})
 
-            def __init__(self, *_: object, **fields: object) -> None:
+            def __init__(self, *_: object, **fields: Any) -> None:
                 for name in self.SPECIAL_TOKENS_ATTRIBUTES:
                     if name in (of_kind := inspect.signature(kind).parameters):
                         fields.setdefault(name, of_kind[name].default)
@@ -182,7 +180,7 @@ class ChatTemplate:
 
 
 def _template_files(folder: Path) -> list[Path]:
-    """The files that hold the templates of a checkpoint; files of Jinja text go first."""
+    """The files that hold the templates of a checkpoint, Jinja files before JSON."""
     patterns = "chat_template.jinja", "additional_chat_templates/*.jinja"
     files = [file for pattern in patterns for file in sorted(folder.glob(pattern))]
     config = folder / "tokenizer_config.json"

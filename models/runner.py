@@ -107,20 +107,31 @@ class ModelRunner:
 
         token_ids, unread = _token_ids(sequences, counts, ends)
         block_tables = _block_tables(sequences, manager)
-        positions, slots = _places(counts, ends, cu_seqlens, block_tables, self.block_size)
-        logit_rows = _last_rows(step, order, cu_seqlens)
+        rows = np.repeat(np.arange(len(counts)), counts)
+        positions = np.arange(cu_seqlens[-1]) + (ends - counts - cu_seqlens[:-1])[rows]
+        columns, offsets = np.divmod(positions, self.block_size)
+        slots = block_tables[rows, columns].astype(np.int64) * self.block_size + offsets
+        last_rows = np.empty_like(ends)  # in the step's order
+        last_rows[order] = cu_seqlens[1:] - 1
+        last_rows = last_rows[
+            [seq.num_computed_tokens == len(seq.token_ids) for seq in step.sequences]
+        ]
 
-        token_ids, positions, logit_rows, unread, *layout = self._upload(
-            token_ids, positions, logit_rows, unread,
-            slots, block_tables, cu_seqlens.astype(np.int32), ends.astype(np.int32),
+        (
+            ids, indices, logit_rows, unread_rows, slot_mapping, tables, cu_seqlens_q, context_lens
+        ) = self._upload(
+            token_ids, positions, last_rows, unread, slots, block_tables,
+            cu_seqlens.astype(np.int32), ends.astype(np.int32),
         )  # fmt: skip
         if unread.shape[1]:
-            places, sampled_rows = unread
+            targets, sampled_rows = unread_rows
             # A row that is not finite has -1, no valid token id; its request ends when it is read.
-            token_ids[places] = step.drawn.tokens[sampled_rows].clamp(min=0)
-        metadata = AttentionMetadata(*layout, int(counts.max()), int(ends.max()))
+            ids[targets] = step.drawn.tokens[sampled_rows].clamp(min=0)
+        metadata = AttentionMetadata(
+            slot_mapping, tables, cu_seqlens_q, context_lens, int(counts.max()), int(ends.max())
+        )
         metadata = in_parts(metadata, counts, ends, self._few_queries, self.block_size)
-        return token_ids, positions, metadata, logit_rows
+        return ids, indices, metadata, logit_rows
 
     def _move_blocks(self, step: Step) -> None:
         if step.swap_out:
@@ -170,11 +181,12 @@ def kinds_of_launch(counts: np.ndarray, few: int) -> np.ndarray:
 def in_parts(
     metadata: AttentionMetadata, counts: np.ndarray, ends: np.ndarray, few: int, block_size: int
 ) -> AttentionMetadata:
-    """Split a batch in the order of its kinds, with ``counts`` queries and ``ends`` tokens per
-    sequence, by kind.
+    """Split a batch, whose sequences are in the order of their kinds, by kind.
 
-    The tables of a part are no wider than it needs: short prompts beside long contexts are not
-    prepared to have their keys divided.
+    counts, ends: queries and tokens of each sequence.
+
+    The tables of a part are no wider than it needs, so that short prompts beside long contexts do
+    not get split-KV.
     """
     kinds = kinds_of_launch(counts, few)
     borders = np.flatnonzero(np.diff(kinds, prepend=-1, append=3)).tolist()
@@ -200,21 +212,18 @@ def in_parts(
 
 
 def _block_tables(sequences: list[ScheduledSequence], manager: CacheManager) -> np.ndarray:
-    """(num_seqs, most blocks) int32, padded with zeros."""
-    tables = [_block_row(seq, manager) for seq in sequences]
+    """(num_seqs, max_blocks) int32, padded with zeros.  Rows are kept until their table changes."""
+    tables = []
+    for seq in sequences:
+        version, row = seq.block_row
+        if row is None or version != seq.table_version:
+            row = np.array(manager.block_table(seq), dtype=np.int32)
+            seq.block_row = seq.table_version, row
+        tables.append(row)
     padded = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
     for row, table in zip(padded, tables, strict=True):
         row[: len(table)] = table
     return padded
-
-
-def _block_row(seq: ScheduledSequence, manager: CacheManager) -> np.ndarray:
-    """Block table of a sequence, int32; kept until the table changes."""
-    version, row = seq.block_row
-    if version != seq.table_version:
-        row = np.array(manager.block_table(seq), dtype=np.int32)
-        seq.block_row = seq.table_version, row
-    return row
 
 
 def _token_ids(
@@ -222,8 +231,8 @@ def _token_ids(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The last ``counts`` of the first ``ends`` tokens of each sequence, int64.
 
-    Also returns (2, num_unread) int64: for each token that is sampled but not yet read its position
-    and its sampled row.
+    Also returns (2, num_unread) int64: for each token that is sampled but not yet read, its index
+    in the result and its sampled row.
     """
     tokens, unread = array("I"), []
     for seq, count, end in zip(sequences, counts.tolist(), ends.tolist(), strict=True):
@@ -232,30 +241,6 @@ def _token_ids(
             unread.append((len(tokens) - 1, seq.pending_row))
     token_ids = np.frombuffer(tokens, dtype=np.uint32).astype(np.int64)
     return token_ids, np.array(unread, dtype=np.int64).reshape(-1, 2).T
-
-
-def _places(
-    counts: np.ndarray,
-    ends: np.ndarray,
-    cu_seqlens: np.ndarray,
-    block_tables: np.ndarray,
-    block_size: int,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Position in its sequence, and slot in the cache, of each token of a batch, int64."""
-    rows = np.repeat(np.arange(len(counts)), counts)
-    positions = np.arange(cu_seqlens[-1]) + (ends - counts - cu_seqlens[:-1])[rows]
-    columns, offsets = np.divmod(positions, block_size)
-    return positions, block_tables[rows, columns].astype(np.int64) * block_size + offsets
-
-
-def _last_rows(step: Step, order: np.ndarray, cu_seqlens: np.ndarray) -> np.ndarray:
-    """Row of the last token of each sequence whose tokens are all computed, as in the step.
-
-    order: index in the step of each sequence of the batch.
-    """
-    last_rows = np.empty_like(cu_seqlens[1:])
-    last_rows[order] = cu_seqlens[1:] - 1
-    return last_rows[[seq.num_computed_tokens == len(seq.token_ids) for seq in step.sequences]]
 
 
 def independent(pairs: Copies) -> Iterable[Copies]:

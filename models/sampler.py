@@ -24,9 +24,9 @@ _SMALL_TEMPERATURE = 0.01
 
 
 def noise_seed(seed: int, sample: int, position: int) -> int:
-    """Seed of the noise for output token ``position`` of output ``sample`` of a seeded request.
+    """Seed, of 63 bits, of the noise for output token ``position`` of output ``sample``.
 
-    63 bits.  A request that is preempted or runs in another batch gets the same samples.
+    A seeded request that is preempted or runs in another batch gets the same samples.
     """
     digest = hashlib.blake2b(f"{seed} {sample} {position}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -94,8 +94,8 @@ class Sampler:
     def topk_logprobs(
         self, logits: torch.Tensor, row: int, seq: ScheduledSequence, count: int
     ) -> list[tuple[float, int]]:
-        """The ``count`` likeliest next tokens of a sequence, at most all, as (log p, token) in
-        descending order; none if the largest logit is NaN or infinite."""
+        """The ``count`` likeliest next tokens of a sequence as (log p, token) in descending order.
+        Empty if the largest logit is NaN or infinite."""
         logprobs = logits[row].float().log_softmax(dim=-1)
         values, tokens = logprobs.topk(min(count, len(logprobs)))
         if not values[0].isfinite():
@@ -103,7 +103,7 @@ class Sampler:
         return list(zip(values.tolist(), tokens.tolist(), strict=True))
 
     def logprobs(self, logits: torch.Tensor, row: int, token: int, count: int) -> dict[int, float]:
-        """log p of a token and of the ``count`` likeliest ones, at most all."""
+        """log p of ``token`` and of the ``count`` likeliest tokens."""
         logprobs = logits[row].float().log_softmax(dim=-1)
         values, tokens = logprobs.topk(min(count, len(logprobs)))
         likeliest = dict(zip(tokens.tolist(), values.tolist(), strict=True))
@@ -120,12 +120,12 @@ class Sampler:
         Args:
             logits: (num_rows, vocab_size), any floating-point dtype.
             params: sampling parameters of each row.
-            noise_seeds: ``noise_seed(...)`` for rows of seeded requests, None for others.
+            noise_seeds: ``noise_seed(...)`` for rows of seeded requests, else None.
 
         Returns (num_rows,) int64; -1 for a row with a NaN or an infinite largest logit.
         """
         seeds = [self._shared.getrandbits(63) if s is None else s for s in noise_seeds]
-        # The range that fp32 and the noise allow.  At its lower end only equal logits compete.
+        # Clamped to the range of fp32 and of the noise.  1e-30 leaves only the largest logits.
         temperatures = [
             min(max(p.temperature, 1e-30), 1e29) if p.temperature else 0 for p in params
         ]
@@ -133,7 +133,7 @@ class Sampler:
         if small:  # noise far below a logit would be rounded away
             logits = logits.to(torch.float32, copy=True)
             logits[small] -= logits[small].amax(dim=-1, keepdim=True)
-        arrays = {
+        arrays: dict[str, np.ndarray] = {
             "noise_seeds": np.array(seeds, dtype=np.int64),
             "temperatures": np.array(temperatures, dtype=np.float32),
         }

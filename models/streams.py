@@ -5,13 +5,11 @@ from __future__ import annotations
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from cache.serving.engine import Engine
-from cache.serving.output_text import Decoder
 from cache.serving.outputs import RequestOutput, TokenOutput
 from cache.serving.request import Request
 from cache.serving.sampling_params import SamplingParams
@@ -26,25 +24,22 @@ class NewRequest(NamedTuple):
     params: SamplingParams
     text: str | None
     """Text of the prompt; None if it was given as token ids."""
-    cache_salt: str | bytes | None = None
+    keys: Mapping[str, Any] = {}
+    """Further arguments of ``Engine.add``."""
 
 
-def new_decoder(tokenizer: Tokenizer, params: SamplingParams) -> Decoder:
-    """The decoder of one output; see ``cache.serving.output_text``."""
-    return _Decoder(tokenizer, params.skip_special_tokens)
-
-
-class _Decoder:
-    """Decodes an output token by token; all of it equals ``tokenizer.decode`` of its tokens.
+class OutputDecoder:
+    """The decoder of one output, see ``cache.serving.output_text``.  Its text is equal to
+    ``tokenizer.decode`` of the output's tokens.
 
     Text is settled unless it ends in U+FFFD, which may be an incomplete character, or in a byte
     token: in a run of them (``<0x0A> <0xE2>``) a later byte can make the whole run invalid.  Tokens
-    are decoded behind those that settled last, as the first token of a text may lose its blank.
-    After 64 tokens text is settled as it is, so that a token costs the same at any length.
+    are decoded behind the tokens that settled last, as the first token of a text may lose its
+    blank.  After 64 tokens text is settled as it is, so that a token costs the same at any length.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
-        self._tokenizer, self._skip_special_tokens = tokenizer, skip_special_tokens
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._tokenizer, self._skip_special_tokens = tokenizer, params.skip_special_tokens
         self._token_ids: list[int] = []
         self._num_settled, self._length = 0, 0  # tokens, and characters of their text
         self._pending = ""
@@ -93,7 +88,7 @@ class Streams:
         new_scheduler: makes the engine's scheduler after such a step.
     """
 
-    def __init__(self, engine: Engine, new_scheduler: Callable[[], Scheduler]) -> None:
+    def __init__(self, engine: Any, new_scheduler: Callable[[], Scheduler]) -> None:
         self._engine, self._new_scheduler = engine, new_scheduler
         self._lock = threading.Lock()  # guards the engine and the next two attributes
         self._requests: dict[int, NewRequest] = {}
@@ -113,9 +108,8 @@ class Streams:
         try:
             with self._lock:
                 for request in requests:
-                    request_id = self._engine.add(
-                        request.token_ids, request.params, request.cache_salt, texts
-                    )
+                    tokens, keys = request.token_ids, {"stream_text": texts, **request.keys}
+                    request_id = self._engine.add(tokens, request.params, **keys)
                     added[request_id] = self._requests[request_id] = request
         except BaseException:
             events.close()
@@ -132,7 +126,7 @@ class Streams:
         with self._lock:
             return self._engine.reset_prefix_cache()
 
-    def _events(self, requests: dict[int, NewRequest]) -> Iterator[Event]:
+    def _events(self, requests: dict[int, NewRequest]) -> Generator[Any]:
         try:
             yield None
             remaining = set(requests)
@@ -170,10 +164,10 @@ class Streams:
     def _deliver(self, finished: Iterable[Request]) -> None:
         for request in finished:
             outputs = self._engine.completions(request)
-            ours = self._requests.pop(request.request_id, None)
+            added = self._requests.pop(request.request_id, None)
             output = RequestOutput(
                 request_id=request.request_id,
-                prompt=None if ours is None else ours.text,
+                prompt=None if added is None else added.text,
                 prompt_token_ids=request.prompt_token_ids,
                 outputs=outputs,
                 stats=request.stats,

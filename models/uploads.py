@@ -11,8 +11,8 @@ _ALIGNMENT = 16  # bytes: the widest access of a kernel
 class Uploads:
     """Copies arrays to a device, all arrays of a call at once and without waiting.
 
-    On a GPU a call packs its arrays into a buffer of pinned host memory.  A buffer is reused when
-    its copy is done, so there is a buffer for each call that the host is ahead of the device.
+    On a GPU a call packs its arrays into a buffer of pinned host memory, which is reused when its
+    copy is done.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -20,23 +20,23 @@ class Uploads:
         self._buffers: list[tuple[torch.Tensor, torch.cuda.Event]] = []
 
     def __call__(self, *arrays: np.ndarray) -> list[torch.Tensor]:
-        """Tensors of the arrays' shapes and dtypes: views of one new tensor on a GPU, of the arrays
-        on a CPU."""
+        """Tensors of the arrays' shapes and dtypes.  They are views of one new tensor on a GPU, and
+        of the arrays on a CPU."""
         tensors = [torch.from_numpy(array) for array in arrays]
         if self._device.type == "cpu":
             return tensors
-        places, size = [], 0
+        parts, size = [], 0
         for tensor in tensors:
-            places.append(slice(size, size + tensor.nbytes))
+            parts.append(slice(size, size + tensor.nbytes))
             size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         pinned, copied = self._free_buffer(size)
-        for tensor, place in zip(tensors, places, strict=True):
-            pinned[place].view(tensor.dtype).copy_(tensor.flatten())
-        there = pinned[:size].to(self._device, non_blocking=True)
+        for tensor, part in zip(tensors, parts, strict=True):
+            pinned[part].view(tensor.dtype).copy_(tensor.flatten())
+        packed = pinned[:size].to(self._device, non_blocking=True)
         copied.record(torch.cuda.current_stream(self._device))
         return [
-            there[place].view(tensor.dtype).view(tensor.shape)
-            for tensor, place in zip(tensors, places, strict=True)
+            packed[part].view(tensor.dtype).view(tensor.shape)
+            for tensor, part in zip(tensors, parts, strict=True)
         ]
 
     def _free_buffer(self, size: int) -> tuple[torch.Tensor, torch.cuda.Event]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,11 +52,11 @@ class Workers:
                     '`if __name__ == "__main__":`?  The ranks import it.'
                 ) from None
 
-    def call(self, method: str, *arguments: object) -> None:
+    def call(self, method: str, *arguments: object, **options: object) -> None:
         """Call a method of every worker's engine.  Raises RuntimeError if a worker has ended."""
         for rank, connection in enumerate(self._connections, start=1):
             try:
-                connection.send((method, arguments))
+                connection.send((method, arguments, options))
             except OSError:
                 raise RuntimeError(
                     f"tensor-parallel rank {rank} has ended, on its own or since a step failed: "
@@ -86,14 +87,17 @@ class LeadingEngine:
         self._engine, self.workers = engine, workers
         workers.is_led = True
 
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def add(self, prompt_token_ids: Sequence[int], params: SamplingParams, *keys: object) -> int:
-        prompt_token_ids = self._engine.check(prompt_token_ids, params, *keys[:1])
-        request_id = self._engine.add(prompt_token_ids, params, *keys)
+    def add(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, *,
+        stream_text: bool = False, **keys: Any,
+    ) -> int:  # fmt: skip
+        prompt_token_ids = self._engine.check(prompt_token_ids, params, **keys)
+        request_id = self._engine.add(prompt_token_ids, params, stream_text=stream_text, **keys)
         try:
-            self.workers.call("add", prompt_token_ids, params, *keys)
+            self.workers.call("add", prompt_token_ids, params, **keys)
         except BaseException:
             self._engine.abort(request_id)
             raise
@@ -119,7 +123,7 @@ class LeadingEngine:
         return tokens, finished
 
     def restart(self, scheduler: Scheduler) -> list[Request]:
-        """Engine.restart, but ends the workers: the ranks are out of step, so later steps raise."""
+        """End the workers, which are out of step, and restart the engine.  Later steps raise."""
         self.workers.kill()
         return self._engine.restart(scheduler)
 
@@ -138,28 +142,26 @@ def start_workers(size: int, device: torch.device, make_engine: Callable[[], Eng
             f"tensor_parallel_size={size}: needs a GPU for each rank; there are "
             f"{torch.cuda.device_count()}"
         )
-    for others in _started:
-        if others.close.alive and others.is_led:
+    for workers in _started:
+        if workers.close.alive and workers.is_led:
             raise ValueError(
                 f"tensor_parallel_size={size}: this process leads the ranks of another LLM; drop "
                 "that one first"
             )
-        others.kill()  # workers of an LLM that failed to start; a traceback may keep them
+        workers.kill()  # of an LLM that failed to start; a traceback may keep them
     context = multiprocessing.get_context("spawn")
     with tempfile.NamedTemporaryFile(prefix="pagelab-ranks-", delete=False) as file:
         store = Path(file.name)  # a TCP store would listen on all addresses
-    processes, connections = [], []
+    processes: list[BaseProcess] = []
+    connections: list[Connection] = []
     workers = Workers(processes, connections, store)
     try:
         for rank in range(1, size):
-            connection, theirs = context.Pipe()
-            process = context.Process(
-                target=_work,
-                args=(rank, size, device.type, store, make_engine, theirs),
-                daemon=True,
-            )
+            connection, of_worker = context.Pipe()
+            arguments = rank, size, device.type, store, make_engine, of_worker
+            process = context.Process(target=_work, args=arguments, daemon=True)
             process.start()
-            theirs.close()
+            of_worker.close()
             processes.append(process)
             connections.append(connection)
         workers.wait_until_ready()
@@ -174,12 +176,12 @@ def start_workers(size: int, device: torch.device, make_engine: Callable[[], Eng
 
 def _join(rank: int, size: int, device_type: str, store: Path) -> None:
     backend = "nccl" if device_type == "cuda" else "gloo"
-    asked = "GLOO_SOCKET_IFNAME" in os.environ
+    is_set = "GLOO_SOCKET_IFNAME" in os.environ
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # default: the address of the host name
     try:
         dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
     finally:
-        if not asked:
+        if not is_set:
             del os.environ["GLOO_SOCKET_IFNAME"]
 
 
@@ -202,11 +204,11 @@ def _serve(engine: Engine, connection: Connection) -> None:
     failed: set[int] = set()
     while True:
         try:
-            method, arguments = connection.recv()
+            method, arguments, options = connection.recv()
         except EOFError:
             return
         finished: list[Request] = []
-        if method == "fail":  # what failed here alone is computed by rank 0 in the next step
+        if method == "fail":  # rank 0 computes in the next step what failed here alone
             failed -= set(*arguments)
             finished = [engine.abort(one) for one in arguments[0] if one in engine.requests]
         elif failed:
@@ -215,7 +217,7 @@ def _serve(engine: Engine, connection: Connection) -> None:
             _, finished = engine.step()
             failed |= {request.request_id for request in finished if request.error}
         else:
-            result = getattr(engine, method)(*arguments)
+            result = getattr(engine, method)(*arguments, **options)
             finished = [result] if method == "abort" else []
         for request in finished:
             engine.completions(request)  # frees what the engine keeps for them

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cache import UnsupportedByDesign
 from models import LLM, FinishReason, SaltedPrompt, SamplingParams
-from models.streams import new_decoder
+from models.streams import OutputDecoder
 from tests.models.tiny import tiny_config
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -61,7 +61,7 @@ TOKENS = st.one_of(
 @settings(max_examples=500)
 def test_pieces_add_up_to_the_decoded_tokens(name, token_ids, skip_special_tokens):
     params = SamplingParams(skip_special_tokens=skip_special_tokens)
-    decode, text, pending = new_decoder(TOKENIZERS[name], params), "", ""
+    decode, text, pending = OutputDecoder(TOKENIZERS[name], params), "", ""
     for i, token in enumerate(token_ids):
         settled, pending = decode([token])
         text += settled
@@ -69,7 +69,7 @@ def test_pieces_add_up_to_the_decoded_tokens(name, token_ids, skip_special_token
             token_ids[: i + 1], skip_special_tokens=skip_special_tokens
         )
         assert text + pending == expected
-    assert "".join(new_decoder(TOKENIZERS[name], params)(token_ids)) == text + pending
+    assert "".join(OutputDecoder(TOKENIZERS[name], params)(token_ids)) == text + pending
 
 
 @functools.cache
@@ -79,7 +79,7 @@ def make_llm(manager: str = "vllm_v1", overlap: bool = False) -> LLM:
     options["max_model_len"] = 48
     llm = LLM(tiny_config(vocab_size=VOCAB_SIZE), **options)
     llm.tokenizer = TOKENIZERS["bytes"]
-    llm.engine.new_decoder = partial(new_decoder, llm.tokenizer)
+    llm.engine.new_decoder = partial(OutputDecoder, llm.tokenizer)
     return llm
 
 
@@ -241,6 +241,6 @@ def test_a_warning_that_is_an_error_ends_no_other_request(monkeypatch):
 
 
 def test_a_decoder_that_panics_is_an_error():
-    decode = new_decoder(TOKENIZERS["panics"], PLAIN)
+    decode = OutputDecoder(TOKENIZERS["panics"], PLAIN)
     with pytest.raises(ValueError, match="output: index out of bounds"):
         decode([TOKENIZERS["panics"].token_to_id("")])

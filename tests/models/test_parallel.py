@@ -130,7 +130,7 @@ def collect(rank):
     tp = join_tensor_parallel(2, torch.device("cpu"))
     x = torch.arange(3.0) + rank
     gathered = tp.all_gather_last(x).tolist()
-    return tp.all_reduce(x).tolist(), gathered, tp.least(5 - rank, torch.device("cpu"))
+    return tp.all_reduce(x).tolist(), gathered, tp.min(5 - rank, torch.device("cpu"))
 
 
 def test_collectives(run_ranks):
@@ -144,7 +144,7 @@ def test_alone_nothing_is_exchanged():
     assert tp == TensorParallel()
     assert tp.all_reduce(x) is x
     assert tp.all_gather_last(x) is x
-    assert tp.least(3, torch.device("cpu")) == 3
+    assert tp.min(3, torch.device("cpu")) == 3
     with pytest.raises(ValueError, match="start them with torchrun --nproc-per-node 3"):
         join_tensor_parallel(3, torch.device("cpu"))
 

@@ -93,10 +93,10 @@ def test_requests_are_added_all_or_none(monkeypatch):
     streams, engine = make_streams()
     add = engine.add
 
-    def fail_at_the_third(*request):
+    def fail_at_the_third(*request, **keys):
         if len(engine.requests) == 2:
             raise KeyboardInterrupt
-        return add(*request)
+        return add(*request, **keys)
 
     monkeypatch.setattr(engine, "add", fail_at_the_third)
     with pytest.raises(KeyboardInterrupt):
