@@ -17,8 +17,10 @@ from cache.sizing import (
 EXAMPLE = {"num_layers": 4, "num_kv_heads": 8, "head_dim": 128}
 
 
-def test_worked_example_of_a_block():
+def test_worked_examples_of_blocks():
     assert block_bytes(block_size=4, dtype_bytes=2, **EXAMPLE) == 65_536
+    of_13b = {"num_layers": 40, "num_kv_heads": 40, "head_dim": 128}
+    assert block_bytes(block_size=16, **of_13b) == 16 * 800 * 1024
 
 
 @pytest.mark.parametrize(
@@ -58,19 +60,11 @@ def test_the_tensor_has_the_bytes_of_its_blocks(num_blocks, dtype_bytes, **shape
     assert size == num_blocks * block_size * slot_bytes(dtype_bytes=dtype_bytes, **shape)
 
 
-def test_gpu_blocks_of_an_a100_with_a_13b_model():
-    # 40 layers, 40 heads of 128 in fp16: 800 KiB a token, as the PagedAttention paper says.
-    size = block_bytes(block_size=16, num_layers=40, num_kv_heads=40, head_dim=128)
-    assert size == 16 * 800 * 1024
-    blocks = num_gpu_blocks(
-        total_bytes=40 << 30, gpu_memory_utilization=0.9, peak_bytes=24 << 30, block_bytes=size
-    )
-    assert blocks == 983  # 12 GiB
-
-
 @pytest.mark.parametrize(
     ("total", "utilization", "peak", "size", "count"),
     [
+        # An A100 with a model of 13 B: 800 KiB a token, as the PagedAttention paper says.
+        (40 << 30, 0.9, 24 << 30, 16 * 800 * 1024, 983),
         (100, 0.29, 0, 29, 1),  # 100 * 0.29 is 28.999999999999996 in binary
         (1000, 0.7, 0, 7, 100),
         (100, 1, 1, 33, 3),
@@ -78,34 +72,31 @@ def test_gpu_blocks_of_an_a100_with_a_13b_model():
         (80 << 30, 0.9, 0, 1, 9 * (8 << 30)),
     ],
 )
-def test_gpu_blocks_at_a_boundary(total, utilization, peak, size, count):
+def test_gpu_blocks(total, utilization, peak, size, count):
     blocks = num_gpu_blocks(
         total_bytes=total, gpu_memory_utilization=utilization, peak_bytes=peak, block_bytes=size
     )
     assert blocks == count
 
 
-@pytest.mark.parametrize("peak", [90, 81, 200])
-def test_no_block_fits(peak):
-    with pytest.raises(
-        ValueError, match=rf"not one block fits.*total_bytes=100 are 90 bytes.*peak_bytes={peak}"
-    ):
-        num_gpu_blocks(total_bytes=100, gpu_memory_utilization=0.9, peak_bytes=peak, block_bytes=10)
+@pytest.mark.parametrize(
+    ("utilization", "peak", "says"),
+    [
+        *((0.9, peak, f"not one block fits.*=100 are 90 .*={peak}") for peak in (90, 81, 200)),
+        *((bad, 0, "=.*above 0 and at most 1") for bad in (0, -0.5, 1.01, 90, float("nan"), True)),
+    ],
+)
+def test_a_gpu_without_room_for_a_block(utilization, peak, says):
+    with pytest.raises(ValueError, match=says):
+        num_gpu_blocks(
+            total_bytes=100, gpu_memory_utilization=utilization, peak_bytes=peak, block_bytes=10
+        )
 
 
 def test_cpu_blocks():
     size = block_bytes(block_size=4, **EXAMPLE)
-    assert num_cpu_blocks(swap_space_bytes=4 << 30, block_bytes=size) == 65_536
-    assert num_cpu_blocks(swap_space_bytes=2 * size - 1, block_bytes=size) == 1
-    assert num_cpu_blocks(swap_space_bytes=size - 1, block_bytes=size) == 0
-
-
-@pytest.mark.parametrize("utilization", [0, -0.5, 1.01, 90, float("nan"), True])
-def test_utilization_is_a_share(utilization):
-    with pytest.raises(ValueError, match=r"gpu_memory_utilization=.*above 0 and at most 1"):
-        num_gpu_blocks(
-            total_bytes=100, gpu_memory_utilization=utilization, peak_bytes=0, block_bytes=1
-        )
+    for space, count in ((4 << 30, 65_536), (2 * size - 1, 1), (size - 1, 0)):
+        assert num_cpu_blocks(swap_space_bytes=space, block_bytes=size) == count
 
 
 def test_a_reservation_holds_what_was_used():

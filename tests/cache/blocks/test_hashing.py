@@ -83,17 +83,9 @@ def test_an_image_is_named_by_its_position_in_the_block():
 
 def test_similar_extra_keys_have_different_encodings():
     alike = [
-        [("a", "b")],
-        [("a",), ("b",)],
-        [("ab",)],
-        [("a", b"b")],
-        [("a", "1:b")],
-        [("as1:b",)],
-        [("a", 1)],
-        [("a", "1")],
-        [()],
-        [],
-    ]
+        [("a", "b")], [("a",), ("b",)], [("ab",)], [("a", b"b")], [("a", "1:b")], [("as1:b",)],
+        [("a", 1)], [("a", "1")], [()], [],
+    ]  # fmt: skip
     assert len({encode_extra_keys(keys) for keys in alike}) == len(alike)
 
 
@@ -101,20 +93,19 @@ def test_similar_extra_keys_have_different_encodings():
 def test_bad_token_ids_are_refused_with_their_position(bad):
     with pytest.raises(ValueError, match=r"token_ids\[2\]=.*2\*\*32"):
         pack_token_ids([0, 1, bad, -7])
+    seq = Sequence(0, [5])
+    with pytest.raises(ValueError, match="token_id="):
+        seq.append_token(bad)
+    assert np.frombuffer(seq.token_ids, np.uint32).tolist() == [5]  # without a copy
 
 
 @pytest.mark.parametrize(
     "token_ids",
     [
-        [1, 2, 300],
-        (1, 2, 300),
-        array("q", [1, 2, 300]),
-        np.array([1, 2, 300]),
-        np.array([1, 2, 300], np.uint32),
-        iter([1, 2, 300]),
-        {1: "", 2: "", 300: ""},
+        (1, 2, 300), array("q", [1, 2, 300]), np.array([1, 2, 300]),
+        np.array([1, 2, 300], np.uint32), iter([1, 2, 300]), {1: "", 2: "", 300: ""},
     ],
     ids=lambda ids: type(ids).__name__,
-)
+)  # fmt: skip
 def test_token_ids_may_come_in_any_iterable_of_ints(token_ids):
     assert pack_token_ids(token_ids).tolist() == [1, 2, 300]
