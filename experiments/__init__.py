@@ -12,7 +12,12 @@ style        the look of figures; quantiles: repeated measurements in them
 ``cli.py`` is the command line.
 """
 
+import runpy
 from pathlib import Path
+
+_ROOT = Path(__file__).parents[1]
+_CHECKS = runpy.run_path(str(_ROOT / "models/_siblings.py"))  # ``models`` may be hidden as well
+_CHECKS["check_siblings"](_ROOT, "cache", "kernels", "models")
 
 TRACES = Path(__file__).with_name("traces")
 """Folder of the request traces in the repository, also in an installed wheel."""

@@ -12,6 +12,13 @@ workers            tensor-parallel ranks as child processes
 prompts, streams   texts and token ids in; events of each caller's requests out
 generate           the command line
 """
+# ruff: noqa: E402 (packages are imported after the check)
+
+from pathlib import Path
+
+from models._siblings import check_siblings
+
+check_siblings(Path(__file__).parents[1], "cache", "kernels")
 
 from cache.serving.outputs import CompletionOutput, RequestOutput, TokenOutput
 from cache.serving.request import FinishReason, RequestStats
