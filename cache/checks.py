@@ -20,16 +20,15 @@ def shown(value: object) -> str:
 
 
 def as_int(name: str, value: int) -> int:
-    """``value`` as an int, also from NumPy; ValueError, with the argument's name, for others."""
+    """``value`` as an int, also from NumPy; ValueError, with the argument's name, if it is none."""
     if type(value) is int:
         return value
     try:
-        number = operator.index(value)
+        if not isinstance(value, bool):
+            return operator.index(value)
     except TypeError:
-        number = None
-    if number is None or isinstance(value, bool):
-        raise ValueError(f"{name}={shown(value)}: needs an int")
-    return number
+        pass
+    raise ValueError(f"{name}={shown(value)}: needs an int")
 
 
 def at_least(minimum: int, name: str, value: int, maximum: float = MAX_SIZE) -> int:

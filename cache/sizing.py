@@ -71,26 +71,26 @@ def num_gpu_blocks(
 
     ``floor((total_bytes * gpu_memory_utilization - peak_bytes) / block_bytes)``, where
     ``peak_bytes`` is the peak of a profiling run with the largest batch and no cache.  The
-    utilization is taken as a decimal number, so that binary rounding never costs a block.  Raises
+    utilization counts as a decimal number, so that binary rounding never costs a block.  Raises
     ValueError if no block fits, and for bad arguments.
     """
     total = at_least(1, "total_bytes", total_bytes, _MAX_BYTES)
     peak = at_least(0, "peak_bytes", peak_bytes, _MAX_BYTES)
     size = at_least(1, "block_bytes", block_bytes, _MAX_BYTES)
-    utilization = gpu_memory_utilization
-    usable = total * utilization_share(utilization)
+    usable = total * utilization_share(gpu_memory_utilization)
     count = math.floor((usable - peak) / size)
     if count < 1:
         raise ValueError(
-            f"not one block fits: gpu_memory_utilization={utilization} of total_bytes={total} are "
-            f"{math.floor(usable)} bytes, the model takes peak_bytes={peak} at most, and a block "
-            f"needs block_bytes={size}; raise the utilization or choose a smaller model or block"
+            f"not one block fits: gpu_memory_utilization={gpu_memory_utilization} of "
+            f"total_bytes={total} are {math.floor(usable)} bytes, the model takes "
+            f"peak_bytes={peak} at most, and a block needs block_bytes={size}; raise the utilization or choose a "
+            "smaller model or block"
         )
     return count
 
 
 def utilization_share(gpu_memory_utilization: float) -> Fraction:
-    """The exact decimal value.  ValueError unless it is in (0, 1]."""
+    """The exact decimal value; ValueError unless it is in (0, 1]."""
     utilization = gpu_memory_utilization
     is_number = isinstance(utilization, Real) and not isinstance(utilization, bool)
     if not is_number or not 0 < utilization <= 1:

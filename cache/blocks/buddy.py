@@ -31,7 +31,7 @@ class BuddyAllocator:
     """Hands out runs of blocks from ``0 .. num_blocks - 1``.
 
     A run has 2**k blocks and begins at a multiple of its length.  A longer free run is halved to
-    the requested length.  A run joins its other half, its buddy, as soon as both are free.  If
+    the requested length.  Two halves, which are buddies, join as soon as both are free.  If
     ``num_blocks`` is no power of two, it consists of several runs that never join.  Every call is
     O(log num_blocks).
     """
@@ -92,9 +92,9 @@ class BuddyAllocator:
     def grow(self, start: int, count: int) -> int:
         """Replace the run in use at ``start`` by a run of at least ``count`` blocks.
 
-        The run joins its free buddies, which may lie before it; if some are in use, it moves.
-        Returns the first block of the new run.  If that is not ``start``, the blocks to copy to do
-        not overlap the old ones.  Raises OutOfRuns.
+        The run joins its free buddies, which may lie before it.  If one is in use, the run moves.
+        Returns its first block; unless that is ``start``, its head does not overlap the old run.
+        Raises OutOfRuns.
         """
         joined = self._joined(start, count)
         if joined is None:

@@ -11,10 +11,7 @@ from cache.blocks.sequence import ExtraKey
 
 
 class BlockStored(NamedTuple):
-    """The full blocks of a sequence with ``token_ids`` can be found from now on.
-
-    They may be duplicates of blocks that are cached already.
-    """
+    """Full blocks of a sequence with ``token_ids``, maybe duplicates, can be found from now on."""
 
     block_hashes: list[bytes]
     parent_block_hash: bytes | None
@@ -23,7 +20,7 @@ class BlockStored(NamedTuple):
     block_size: int
     lora_name: str | int | None
     extra_keys: list[list[ExtraKey]]
-    """What the hash of each block contains beside its tokens and its parent."""
+    """Extra keys that the hash of each block contains."""
 
 
 class BlockRemoved(NamedTuple):

@@ -3,9 +3,9 @@
     H(block) = digest(H(parent block), token ids of the block, extra keys of the block)
 
 Only full blocks are hashed.  The parent of the first block is all zeros.  K/V depend on more than
-tokens, and the extra keys hold the rest, as in vLLM v1: the LoRA adapter, multi-modal inputs with
-their position relative to the block, and a cache salt that separates tenants.  The adapter and the
-salt enter the first block only; the chain carries them to all others.
+tokens, so there are extra keys, as in vLLM v1: the LoRA adapter, multi-modal inputs with their
+position relative to the block, and a cache salt that separates tenants.  The adapter and the salt
+enter the first block only; the chain carries them on.
 
 The hashed bytes are the parent's digest, 4 bytes per token, and the extra keys, each part tagged
 with its kind and length.  Different inputs never give the same bytes (also if a LoRA name equals a
@@ -75,10 +75,9 @@ class BlockHasher:
         self._tokens_of_block = f"{4 * block_size}s"
 
     def block_hashes(self, seq: Sequence) -> list[bytes]:
-        """Digests of all full blocks of ``seq`` without unknown tokens.
+        """Digests of all full blocks of ``seq`` without unknown tokens; each is computed once.
 
-        The sequence keeps the list; each block is hashed once.  Do not modify it.  It stays valid,
-        and the next call may extend it.
+        The sequence keeps the list, which the next call may extend.  Do not modify it.
         """
         chain = seq.hash_chains.setdefault(self._name, [])
         size, known = self.block_size, len(chain)
@@ -94,18 +93,14 @@ class BlockHasher:
         return chain
 
 
-_MIN_DIGEST_SIZE = 16
-"""Bytes of a digest that needs no comparison of tokens."""
-
-
 def collision_free_hasher(manager: str, algorithm: str, block_size: int) -> BlockHasher:
     """The hasher of a ``manager`` that does not compare tokens.
 
     Raises ValueError for an unknown algorithm and for a digest below 128 bits.
     """
     hasher = BlockHasher(algorithm, block_size)
-    if hasher.digest_size < _MIN_DIGEST_SIZE:
-        strong = [n for n, f in HASH_ALGORITHMS.items() if len(f(b"")) >= _MIN_DIGEST_SIZE]
+    if hasher.digest_size < 16:
+        strong = [name for name, digest in HASH_ALGORITHMS.items() if len(digest(b"")) >= 16]
         raise ValueError(
             f"hash_algorithm={algorithm!r}: {manager} does not compare tokens and needs "
             f"a digest of 128 bits or more; choose from {', '.join(strong)}"

@@ -1,4 +1,4 @@
-"""The physical blocks of a cache: their users, their content, and which one is evicted next."""
+"""The physical blocks of a cache: their users, their content and the order of eviction."""
 
 from __future__ import annotations
 
@@ -38,26 +38,27 @@ class BlockPool:
     A block is always in one of three states:
 
         free           no user, and its content cannot be found; the last freed is taken first,
-                       and those never used last, in the order 0, 1, 2 ...
+                       and blocks that were never used come last, in the order 0, 1, 2 ...
         cached-free    no user, but its content is indexed: a lookup can revive it
         referenced     in ``ref_counts[block]`` tables, indexed or not
 
-    Cached-free blocks belong to the eviction policy.  It is asked only when there are no free
-    blocks, and a block loses its content only when it is taken again.  With ``lru`` this is the
+    Cached-free blocks belong to the eviction policy, which evicts only when no block is free.  A
+    block loses its content only when it is taken again.  With ``lru`` this is the
     free queue of vLLM v1, which puts blocks without a hash at its front.
 
     Several blocks can hold the same content if they were computed side by side.  All of them are
     indexed, and a lookup finds the oldest.
 
     Attributes:
-        num_free_blocks: blocks without a user (free and cached-free); read-only to others.
-        ref_counts: number of tables that hold each block; read-only to others.
-        block_hashes: hash of each block's content, None if it cannot be found; read-only to others.
+        num_free_blocks: blocks without a user (free and cached-free); only the pool writes it.
+        ref_counts: number of tables that hold each block; only the pool writes it.
+        block_hashes: hash of each block's content, None if it cannot be found; only the pool
+            writes it.
         policy: the eviction policy, which the pool starts and owns.
         queue_uncached: free blocks wait with the cached-free ones in one queue, as in older vLLM
             v1; set before a block is taken.
         events: events of removed and cleared content, for a manager that reports them, else None.
-        counts: ``allocated_blocks``, and how many of them were cached-free (``evicted_blocks``).
+        counts: ``allocated_blocks``, and ``evicted_blocks``: allocations that overwrote content.
     """
 
     def __init__(self, num_blocks: int, policy: EvictionPolicy, counts: dict[str, int]) -> None:
@@ -71,7 +72,7 @@ class BlockPool:
         self._free = list(range(num_blocks))[::-1]  # a stack
         self.block_hashes: list[bytes | None] = [None] * num_blocks
         self._holders: dict[bytes, int] = {}  # hash -> the oldest block with this content
-        self._duplicates: dict[bytes, list[int]] = {}  # hash -> the younger ones, by age
+        self._duplicates: dict[bytes, list[int]] = {}  # hash -> younger blocks, by age
         self._reports_misses = "miss" in policy.hooks
         self._reports_content = "insert" in policy.hooks
 
@@ -80,10 +81,7 @@ class BlockPool:
         return chain(reversed(self._free), self.policy)
 
     def lookup(self, hashes: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest cached prefix of ``hashes``.
-
-        Changes nothing.  Valid until blocks are taken next.
-        """
+        """Blocks of the longest cached prefix of ``hashes``, valid until blocks are taken next."""
         hits = []
         for key in hashes:
             block = self._holders.get(key)
@@ -93,7 +91,7 @@ class BlockPool:
         return hits
 
     def num_revived(self, hits: Sequence[int]) -> int:
-        """How many of ``hits`` have no user and so count as free."""
+        """Number of ``hits`` without a user, which count as free."""
         return list(map(self.ref_counts.__getitem__, hits)).count(0)
 
     def allocate(self, count: int) -> list[int]:
@@ -109,9 +107,9 @@ class BlockPool:
     ) -> None:
         """Extend the table ``blocks`` of a sequence to ``length``, and cache its full blocks.
 
-        A smaller ``length`` takes no block.  The blocks at positions ``first`` to ``last - 1``
-        become findable under their ``hashes``.  A block whose hash is cached already becomes a
-        duplicate.  The blocks to take must be free.
+        A smaller ``length`` takes no block.  The blocks at positions ``first`` to ``last - 1`` can
+        be found by their ``hashes`` from now on, duplicates once the older block is gone.  Enough
+        blocks must be free.
         """
         count = length - len(blocks)
         if self._reports_misses:
@@ -190,8 +188,8 @@ class BlockPool:
     ) -> None:
         """Index the blocks of ``table`` at positions ``first`` to ``last - 1`` by their ``hashes``.
 
-        The policy gets each block under its hash, a duplicate under (hash, block): the keys that a
-        policy holds are unique.
+        The policy gets a block under its hash, and a duplicate under (hash, block), so that its
+        keys are unique.
         """
         holders, content, reports = self._holders, self.block_hashes, self._reports_content
         parent = hashes[first - 1] if first else None
@@ -233,7 +231,7 @@ class BlockPool:
     def reset_prefix_cache(self) -> None:
         """Drop the content of every block; no block may be in use.
 
-        Blocks stay in the order in which they would be taken; the policy starts anew, without any.
+        The order in which blocks would be taken stays; the policy starts anew, without a block.
         """
         self._free = list(self.free_blocks())[::-1]
         self.policy.start(self.num_blocks)
@@ -244,11 +242,7 @@ class BlockPool:
             self.events.append(AllBlocksCleared())
 
     def check_invariants(self) -> None:
-        """Raise AssertionError, with the block, unless the state is consistent.
-
-        Every block is in one state, the policy holds each of its blocks once, and the index and the
-        blocks agree.  O(num_blocks).
-        """
+        """Raise AssertionError, with the block, unless the state is consistent.  O(num_blocks)."""
         held: dict[bytes, list[int]] = {}
         for block, key in enumerate(self.block_hashes):
             if key is not None:

@@ -25,14 +25,14 @@ class MultiModalInput(NamedTuple):
 
 
 class Sequence:
-    """The tokens of a request, or of one sample of it, and everything else its K/V depend on.
+    """The tokens of a request, or of one sample of it, and all other data that its K/V depend on.
 
     Args:
         seq_id: identifies the sequence in a manager; unique among sequences that hold blocks.
         token_ids: the prompt, at least one token, each in [0, 2**32).
         lora_name: name or number of the LoRA adapter; None for the base model.
         mm_inputs: multi-modal inputs of the prompt, by rising offset, not overlapping.
-        cache_salt: only sequences with an equal salt share blocks; None, or empty: no salt.
+        cache_salt: only sequences with an equal salt share blocks; None and empty mean no salt.
 
     Attributes:
         token_ids: ``array('I')`` of all tokens; numpy and torch read it without a copy.
@@ -43,10 +43,9 @@ class Sequence:
         num_cached_tokens: leading tokens whose K/V were found when the sequence was allocated.
         num_computed_tokens: leading tokens that have a slot: computed, or being computed by the
             scheduled step.
-        table_version: rises whenever the block table may have changed, so that data derived from
-            the table can be kept until then.
-        hints: ``calls_tool`` and ``ends_session`` of the policies' ``RequestInfo``, as far as its
-            owner says them; told to the policy when the sequence has finished.
+        table_version: rises whenever the block table may have changed.
+        hints: ``calls_tool`` and ``ends_session`` of the policies' ``RequestInfo``, if they are
+            known; the policy gets them when the sequence has finished.
         keyed_length: no block that begins at or after this position has extra keys.
         hash_chains: digests of the full blocks by (algorithm, block size), maintained by
             :class:`cache.blocks.hashing.BlockHasher`.

@@ -1,9 +1,9 @@
 """A radix tree over token blocks, the data structure of RadixAttention (SGLang, NeurIPS 2024).
 
-An edge of the tree is a run of blocks; a cached sequence of blocks is a path from the root.  Two
-paths separate at the block where they differ, so a node is split when a new path leaves it in the
-middle.  Nodes in use are locked, with all nodes above them.  Unlocked leaves can be evicted, one at
-a time, in the order of the policy.
+A node holds a run of blocks; a cached sequence of blocks is a path from the root.  Two paths
+separate at the block where they differ, so a node is split when a new path leaves it in the middle.
+Nodes in use are locked, with all nodes above them.  Unlocked leaves can be evicted, one at a time,
+in the order of the policy.
 
 Tokens are compared as bytes, a whole run at a time, and block ids are in arrays of 32-bit integers,
 so operations on a run copy or compare memory.
@@ -95,29 +95,15 @@ class RadixTree:
         self.num_evictable = 0
         self._time = 0
 
-    def __getstate__(self) -> tuple[dict, list]:
-        links = [(node, node.parent, node.children) for node in self._nodes()]
-        return self.__dict__, links
-
-    def __setstate__(self, state: tuple[dict, list]) -> None:
-        self.__dict__, links = state
-        for node, parent, children in links:
-            node.parent, node.children = parent, children
-
-    def _nodes(self) -> list[RadixNode]:
-        """All nodes, parents first."""
-        nodes = [self.root]
-        for node in nodes:
-            nodes += node.children.values()
-        return nodes
-
     def tell(self, request: RequestInfo) -> None:
         """Notify the policy that the next calls are for ``request``."""
         self.leaves.tell(request)
 
     def clear(self) -> array:
         """Remove all nodes and restart the policy; returns all blocks.  No node may be locked."""
-        nodes = self._nodes()
+        nodes = [self.root]
+        for node in nodes:
+            nodes += node.children.values()
         self._start()
         return array("i", chain.from_iterable(node.blocks for node in nodes))
 
@@ -141,7 +127,7 @@ class RadixTree:
         return Match(blocks, node, num_common)
 
     def num_unlocked(self, match: Match) -> int:
-        """How many blocks of ``match`` are evictable now."""
+        """Number of evictable blocks of ``match``."""
         node, count = match.node, match.num_in_node
         total = 0
         while node.parent is not None and not node.lock_ref:
@@ -151,10 +137,7 @@ class RadixTree:
         return total
 
     def lock(self, match: Match) -> RadixNode:
-        """Add a user to every node of ``match``; returns its last node.
-
-        Splits the last node if the match ends inside it.
-        """
+        """Add a user to the nodes of ``match``; returns the last, split if the match ends in it."""
         node = match.node
         if match.num_in_node < len(node.blocks):
             node = self._split(node, match.num_in_node)
@@ -188,8 +171,8 @@ class RadixTree:
         """Insert ``blocks``, which hold ``key`` from position ``first`` on, below ``node``.
 
         ``node``, by default the root, ends at ``first`` and is locked by the caller.  Returns the
-        node in which the blocks end, to which the caller's lock moves, and how many leading blocks
-        are duplicates of cached ones and were not inserted.  Splits nodes as needed.
+        node in which the blocks end, to which the caller's lock moves, and the number of leading
+        blocks that were not inserted because their content is cached.  Splits nodes as needed.
         """
         node = self.root if node is None else node
         position, last = first, first + len(blocks)
@@ -281,10 +264,7 @@ class RadixTree:
         return upper
 
     def check_invariants(self) -> list[RadixNode]:
-        """Raise AssertionError, saying what is wrong, unless the tree is consistent.
-
-        Returns all nodes but the root, parents first.
-        """
+        """All nodes but the root, parents first; AssertionError unless the tree is consistent."""
         nodes, evictable = [self.root], set()
         for node in nodes:
             locks_below = 0
@@ -319,10 +299,7 @@ class RadixTree:
 
 
 def _common_prefix_length(one: bytes, other: bytes) -> int:
-    """Length of the longest common prefix.
-
-    A bisection over slices, which are compared by a loop in C.
-    """
+    """Length of the longest common prefix, by bisection: a loop in C compares the slices."""
     length = min(len(one), len(other))
     if one[:length] == other[:length]:
         return length
