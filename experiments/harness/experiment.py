@@ -60,7 +60,7 @@ class Experiment:
     """From options to cells; raises ValueError or OSError for invalid options."""
     gpu: Literal["unused", "optional", "required"] = "unused"
     timed: bool = False
-    """Cells measure time, so by default they run one after the other."""
+    """Cells measure time, so by default they run one by one."""
 
     def checked_cells(self, options: Options) -> Iterator[Options | Absent]:
         """The cells of ``options``.  Raises ValueError, naming the option, or OSError."""

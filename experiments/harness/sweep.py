@@ -35,7 +35,7 @@ _MAX_LISTED = 10
 
 
 class OptionsError(ValueError):
-    """Options that the experiment cannot serve."""
+    """Options that the experiment does not support."""
 
 
 @dataclass
@@ -87,7 +87,7 @@ def run_sweep(
     and on a GPU).  ``fresh`` runs finished cells again.  ``cluster`` or ``execute`` runs the cells
     instead of worker processes.  A cell that raises is reported, not raised.
 
-    Raises OptionsError for options that the grid cannot serve and for a folder that cannot be made,
+    Raises OptionsError for options without a grid and for a folder that cannot be made,
     FolderInUse if another sweep is writing to it.
     """
     started = time.perf_counter()
@@ -274,7 +274,7 @@ class _Sweep:
         ]
 
     def summarise(self) -> None:
-        """Log what is absent, failed or wrong; the console shows it too."""
+        """Log absent cells, failed cells and wrong rows, also to the console."""
         self.report.wrong = self._wrong()
         for what, cases in (("wrong", self.report.wrong), ("failed", self.report.failed)):
             for case in cases[:_MAX_LISTED]:

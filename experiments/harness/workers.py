@@ -57,7 +57,7 @@ Executor = Callable[[Sequence[Task]], Generator[Outcome]]
 
 
 def execute(task: Task) -> Outcome:
-    """Run one task here and catch what it raises."""
+    """Run one task here and catch its errors."""
     started, outcome = time.perf_counter(), Outcome(task.key)
     try:
         outcome.rows = _plain(task.run_cell(task.cell))
@@ -82,14 +82,14 @@ def _plain(rows: Any) -> list[dict[str, Any]]:
 
 
 def run_here(tasks: Sequence[Task]) -> Generator[Outcome]:
-    """Run ``tasks`` in this process, one after the other."""
+    """Run ``tasks`` in this process, one by one."""
     yield from map(execute, tasks)
 
 
 def run_locally(tasks: Sequence[Task], *, jobs: int) -> Generator[Outcome]:
     """Run ``tasks`` in up to ``jobs`` processes, which end with the generator.
 
-    A process takes the tasks of one group after the other, so that shared data are set up once.
+    A process takes the tasks of one group in succession, so that shared data are set up once.
     """
     jobs = max(1, min(jobs, len(tasks)))
     threads = max(1, len(os.sched_getaffinity(0)) // jobs)

@@ -119,7 +119,7 @@ def _picture(path: Path) -> dict[str, Any]:
 
 
 def _table(path: Path) -> dict[str, Any]:
-    """Name, columns that vary, their rows as texts, and the values of the other columns."""
+    """Name, columns that vary, their rows as texts, and the values of constant columns."""
     import pandas as pd
 
     texts = pd.read_csv(path, dtype=str, keep_default_na=False).map(_shorten)
@@ -145,8 +145,7 @@ def _compare(
 ) -> list[dict[str, Any]]:
     """``notes`` of published.toml, in which each value has our numbers and a verdict on them.
 
-    folder: the results of a run. known: the committed results, on which the verdicts are; None: on
-    those of the run.
+    The verdicts are on the committed results ``known`` if there are any, otherwise on ``folder``.
     """
     import pandas as pd
 
