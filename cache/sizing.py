@@ -83,8 +83,8 @@ def num_gpu_blocks(
         raise ValueError(
             f"not one block fits: gpu_memory_utilization={gpu_memory_utilization} of "
             f"total_bytes={total} are {math.floor(usable)} bytes, the model takes "
-            f"peak_bytes={peak} at most, and a block needs block_bytes={size}; raise the utilization or choose a "
-            "smaller model or block"
+            f"peak_bytes={peak} at most, and a block needs block_bytes={size}; raise the "
+            "utilization or choose a smaller model or block"
         )
     return count
 
