@@ -13,6 +13,7 @@ program that waits for a later program of the grid never ends (an ENDLESS fault)
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import numpy as np
 
@@ -204,7 +205,7 @@ def _move_matrices(translation: Translation) -> Step:
 
 _ORDERS = {"relaxed": "", "acquire": "a", "release": "r", "acq_rel": "ar"}
 _SCOPES = ("cta", "cluster", "gpu", "sys")
-REDUCTIONS = {"add": np.add, "min": np.minimum, "max": np.maximum}
+REDUCTIONS: dict[str, Any] = {"add": np.add, "min": np.minimum, "max": np.maximum}
 REDUCTIONS |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 """Operations of atom, red and redux."""
 _OPERATIONS = {**REDUCTIONS, "exch": lambda _old, new: new}

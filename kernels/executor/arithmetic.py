@@ -12,6 +12,7 @@ Approximate functions are computed almost exactly. On a GPU tanh.approx has a re
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import numpy as np
 
@@ -240,8 +241,13 @@ instruction("min")(_extremum(np.minimum, np.fmin))
 instruction("max")(_extremum(np.maximum, np.fmax))
 
 
-_FUNCTIONS = {"ex2": np.exp2, "lg2": np.log2, "sqrt": np.sqrt, "tanh": np.tanh, "sin": np.sin}
-_FUNCTIONS |= {"cos": np.cos, "rcp": lambda a: 1 / a, "rsqrt": lambda a: 1 / np.sqrt(a)}
+_FUNCTIONS: dict[str, Any] = {"ex2": np.exp2, "lg2": np.log2, "sqrt": np.sqrt, "tanh": np.tanh}
+_FUNCTIONS |= {
+    "sin": np.sin,
+    "cos": np.cos,
+    "rcp": lambda a: 1 / a,
+    "rsqrt": lambda a: 1 / np.sqrt(a),
+}
 
 
 @instruction(*_FUNCTIONS)

@@ -1,8 +1,8 @@
 """Ordinary launches of Triton kernels, executed here: `with execute_ptx("sm_90"): op(cpu_tensors)`.
 
-Inside, Triton has a driver of ours: it compiles for the named architecture as it would where such
-a GPU is, down to PTX (ptxas is not run), and a launch executes that PTX on the tensors. The ops'
-own launchers, checks, tiles and split counts for the architecture are what runs.
+Inside, Triton has a driver that compiles for the named architecture down to PTX (ptxas is not run)
+and executes a launch's PTX on CPU tensors. The ops run with their own launchers, checks, tiles and
+split counts for that architecture.
 """
 
 from __future__ import annotations
@@ -45,14 +45,13 @@ class LaunchRecord:
     warp_instructions: int
     """Instructions, counted once for each warp that executed them."""
     counts: Counts | None = None
-    """Counts, if `execute_ptx` was called with count=True."""
+    """None unless `execute_ptx` counts."""
 
 
 @dataclass
 class Execution:
     """All launches inside one `execute_ptx`, in order."""
 
-    architecture: str
     launches: list[LaunchRecord] = field(default_factory=list)
 
     @property
@@ -94,7 +93,7 @@ class Launch:
         seed: int | None, count: bool, dependent: bool,
     ):  # fmt: skip
         """arguments: (name, type, value) of each. tables: tensors that are known by their
-        addresses. dependent: it may begin while the launch before it runs (programmatic dependent
+        addresses. dependent: it may begin while the previous launch runs (programmatic dependent
         launch). Raises ValueError if a GPU would refuse it."""
         self.kernel, self.grid, self.num_warps = _kernel(ptx), grid, num_warps
         self.shared_bytes, self.seed, self.dependent = shared_bytes, seed, dependent
@@ -130,7 +129,7 @@ class Launch:
         return program % x, program // x % y, program // (x * y)
 
     def run(self) -> Counts | None:
-        """Execute every program. Returns what was counted. Raises Fault."""
+        """Execute every program. Returns the counts. Raises Fault."""
         order = list(range(math.prod(self.grid)))
         rng = None if self.seed is None else random.Random(self.seed)
         if rng is not None:
@@ -163,10 +162,12 @@ def run_ptx(
     dependent: bool = False,
 ) -> Counts:
     """Execute one kernel given as PTX, without Triton: its parameters are `arguments` in order.
-    fresh: records which memory nothing has written. dependent: whether the kernel must wait for the
-    previous launch (griddepcontrol.wait).
 
-    Returns what was counted. Raises Fault and UnknownInstruction.
+    Args:
+        fresh: records which memory nothing has written.
+        dependent: whether the kernel must wait for the previous launch (griddepcontrol.wait).
+
+    Returns the counts. Raises Fault and UnknownInstruction.
     """
     parameters = _kernel(ptx).program.parameters
     kinds = {"u": "u", "s": "i", "b": "u", "f": "fp"}
@@ -178,7 +179,7 @@ def run_ptx(
         ptx, grid, num_warps, shared_bytes, named, fresh=fresh, seed=seed, count=True,
         dependent=dependent,
     )  # fmt: skip
-    return launch.run()
+    return launch.run() or Counts()
 
 
 _SESSIONS: list[_Session] = []
@@ -234,8 +235,8 @@ class _Driver:
     launcher_cls = _Launcher
 
     def __init__(self, target: GPUTarget):
-        self._target, self._ptx = target, {}
-        self.utils = self
+        self._target, self.utils = target, self
+        self._ptx: dict[str, Path] = {}
 
     def get_current_target(self) -> GPUTarget:
         return self._target
@@ -276,9 +277,9 @@ def _stop_at_ptx(*arguments):
 
 
 def _use_own_cache(stack: contextlib.ExitStack) -> None:
-    """Keep what is compiled in the folder `executor` of Triton's cache until the stack is closed.
+    """Compile into the folder `executor` of Triton's cache until the stack is closed.
 
-    Its cubins are empty. Triton 3.6 would load them on a GPU, as its cache key ignores the hook.
+    The cubins are empty. Triton 3.6 would load them on a GPU, as its cache key ignores the hook.
     """
     cache = triton.knobs.cache
     stack.enter_context(cache.scope())
@@ -297,19 +298,18 @@ def execute_ptx(
     """Execute the PTX of every Triton kernel that is launched inside, on CPU tensors.
 
     Args:
-        architecture: what to compile for: one of MULTIPROCESSORS.
-        seed: run programs in random order and their warps in random turns; None runs them in step.
-        edit: called with a kernel's name and its PTX, returns the PTX to execute instead. Tests use
-            it to insert faults.
+        architecture: one of MULTIPROCESSORS.
+        seed: run programs in random order and their warps in random turns. None runs them in step.
+        edit: called with a kernel's name and its PTX, returns the PTX to execute instead.
         count: whether launches are recorded with their `Counts`.
 
     Yields:
         an Execution, to which each launch is added when it has run.
 
     Raises:
-        ValueError: an architecture that is not known.
+        ValueError: an unknown architecture.
         RuntimeError: the process runs kernels in Triton's interpreter.
-        Fault: (from a launch) the kernel did what a GPU forbids. Its earlier writes remain.
+        Fault: (from a launch) the kernel did something forbidden. Its earlier writes remain.
         UnknownInstruction: (from a launch) the kernel has an unsupported instruction.
     """
     if architecture not in MULTIPROCESSORS:
@@ -329,7 +329,7 @@ def execute_ptx(
         stack.enter_context(ops_of_this_project(version, MULTIPROCESSORS[architecture]))
         if not _SESSIONS:
             _use_own_cache(stack)
-        session = _Session(Execution(architecture), seed, edit, count, fresh, addresses)
+        session = _Session(Execution(), seed, edit, count, fresh, addresses)
         _SESSIONS.append(session)
         stack.callback(_SESSIONS.remove, session)
         driver.set_active(ours)

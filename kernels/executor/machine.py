@@ -1,15 +1,14 @@
 """Programs that run: threads, control flow, barriers, and the order in which warps take turns.
 
-A batch holds several programs of a launch; an instruction is executed for all of its threads that
-stand at it at once. Threads that branch apart form groups, which meet again where one comes to
-where another stands: the group that is furthest behind runs first, but one whose test of an
-mbarrier failed lets the others run before. With a seed, groups are cut into warps (warp groups, for
-wgmma) at random and run in random turns, and programs enter batches in random order. What a correct
-kernel computes does not depend on it; a fault may show only in some orders, though most are found
-in any, because checks go by barriers and waits and not by the order that happened.
+A batch holds several programs of a launch. An instruction runs at once for all threads that stand
+at it. Threads that branch apart form groups, which join where one group reaches another. The group
+that is furthest behind runs first, except that a group whose test of an mbarrier failed runs after
+the other groups. With a seed, groups are cut into warps (warp groups, for wgmma) at random and run
+in random turns, and programs enter batches in random order. The result of a correct kernel does not
+depend on the order. Most faults are found in any order, because checks go by barriers and waits.
 
-bar.sync (PTX ISA 9.7.13.1) holds threads until all threads of the program have come to it. A thread
-that has ended never comes.
+bar.sync (PTX ISA 9.7.13.1) holds threads until all threads of the program have reached it. A thread
+that has ended never reaches it.
 """
 
 from __future__ import annotations
@@ -81,14 +80,14 @@ class Kernel:
 class Batch:
     """Programs of a launch that run together.
 
-    Attributes that instructions use: num_threads; registers; alternates (of a register that is
-    undefined in some threads: another value that it could have, why, and in which threads);
-    undefined (registers that are undefined in threads of the group that runs); left_of (what is
-    left of arrays of threads without this group); special (registers by name); memory, shared,
-    local, copies, products, mbarriers, tensor_memory; program_of_thread (index in the launch);
-    running (threads that have not ended); early (threads that must not access global memory yet);
-    at and mask (the instruction that runs and the threads that stand at it); failed_tests (turns in
-    succession that a failed test of an mbarrier has ended).
+    Attributes that instructions use: num_threads; registers; alternates (another value, reason and
+    threads of each register that is undefined in some threads); undefined (registers that are
+    undefined in threads of the running group); left_of (arrays of threads without this group, see
+    undefined.py); special (registers by name); memory, shared, local, copies, products, mbarriers,
+    tensor_memory; program_of_thread (index in the launch); running (threads that have not ended);
+    early (threads that must not access global memory yet); at and mask (the instruction that runs
+    and the threads that stand at it); failed_tests (successive turns that a failed test of an
+    mbarrier has ended).
     """
 
     def __init__(self, launch, programs: Sequence[int], rng: random.Random | None):
@@ -130,8 +129,8 @@ class Batch:
         special["%laneid"] = np.arange(self.num_threads, dtype=np.uint32) % np.uint32(32)
         warp = np.repeat(np.arange(threads // 32, dtype=np.uint32), 32)
         special["%warpid"] = np.tile(warp, self.num_programs)
-        places = np.array([self.launch.coordinates(program) for program in programs], np.uint32)
-        for axis, column in zip("xyz", places.T, strict=True):
+        where = np.array([self.launch.coordinates(program) for program in programs], np.uint32)
+        for axis, column in zip("xyz", where.T, strict=True):
             same = (column == column[0]).all()
             special[f"%ctaid.{axis}"] = column[:1] if same else np.repeat(column, threads)
         return special
@@ -140,12 +139,11 @@ class Batch:
 
     @functools.cached_property
     def tensor_memory(self) -> TensorMemory:
-        """Made when it is first needed: most kernels have no use for it."""
         return TensorMemory(self)
 
     @functools.cached_property
     def local(self) -> SharedMemory:
-        """Local memory: every thread has its own, with the checks of shared memory."""
+        """Local memory of each thread, with the checks of shared memory."""
         local_bytes = self.launch.kernel.program.local_bytes
         return SharedMemory(self.num_threads, local_bytes, 1, "local")
 
@@ -181,26 +179,21 @@ class Batch:
         self, kind: FaultKind, detail: str, thread: int, *, address=None, tensor=None
     ) -> Fault:
         """The fault of the instruction that runs now; thread: index in the batch."""
-        one = self.launch.kernel.program.instructions[self.at]
+        program = self.launch.kernel.program
+        one = program.instructions[self.at]
         return Fault(
-            kind,
-            detail,
-            kernel=self.launch.kernel.program.name,
+            kind, detail, kernel=program.name, thread=thread % self.threads_per_program,
             program=self.launch.coordinates(int(self.program_of_thread[thread])),
-            thread=thread % self.threads_per_program,
-            location=one.location,
-            instruction=one.text,
-            address=address,
-            tensor=tensor,
-        )
+            location=one.location, instruction=one.text, address=address, tensor=tensor,
+        )  # fmt: skip
 
     def set_alternate(self, index: int, values: np.ndarray, why: str, where: np.ndarray) -> None:
-        """A register has become undefined. Registers should share `where`."""
+        """Mark a register as undefined in the threads `where`, an array to be shared."""
         self.alternates[index] = values, why, where
         self._undefined_in.setdefault(id(where), (where, set()))[1].add(index)
 
     def forget(self, index: int) -> None:
-        """A register is no longer undefined."""
+        """Mark a register as defined."""
         self.undefined.discard(index)
         if entry := self.alternates.pop(index, None):
             registers = self._undefined_in[id(entry[2])][1]
@@ -238,7 +231,7 @@ class Batch:
             self._open_barriers(at_end=True)
 
     def _next_group(self) -> tuple[int, np.ndarray, int]:
-        """(instruction, threads, most instructions to run) of the group whose turn it is."""
+        """(instruction, threads, instructions to run at most) of the group whose turn it is."""
         order = sorted(self._groups, key=lambda at: (self._yielded.get(at, 0), at))
         if self._rng is None:
             at = order[0]
@@ -264,9 +257,8 @@ class Batch:
 
     def _join(self, at: int, mask: np.ndarray) -> None:
         """Threads come to instruction `at`."""
-        if not mask.any():
-            return
-        self._groups[at] = mask | self._groups[at] if at in self._groups else mask
+        if mask.any():
+            self._groups[at] = mask | self._groups[at] if at in self._groups else mask
 
     def _run_group(self, at: int, threads: np.ndarray, budget: int) -> int:
         """Run a group until it branches apart, waits, ends, meets another or has had its turn."""
@@ -277,33 +269,32 @@ class Batch:
         self.mask = mask = None if whole else threads
         here = [found for where, found in self._undefined_in.values() if (where & threads).any()]
         self.undefined = undefined = set().union(*here)
-        self.left_of = {}
-        done, first = 0, at
+        self.left_of: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        program, done, first = self.launch.kernel.program, 0, at
         while True:
             self.at = at
             step, concerned, followed = steps[at]
             try:
                 signal = (step if undefined.isdisjoint(concerned) else followed)(self, mask)
             except Unsupported as why:
-                one, name = (
-                    self.launch.kernel.program.instructions[at],
-                    self.launch.kernel.program.name,
-                )
-                raise UnknownInstruction(name, one.text, one.location, str(why)) from None
+                one = program.instructions[at]
+                raise UnknownInstruction(program.name, one.text, one.location, str(why)) from None
             at += 1
             if signal is None and at not in groups and done + at - first < budget:
                 continue
             executed[first:at] += num_warps
             done += at - first
-            first = at = at if signal is None else self._follow(signal, at, mask)
-            if at is None:
+            goes_on = at if signal is None else self._follow(signal, at, mask)
+            if goes_on is None:
                 return done
+            first = at = goes_on
             if done >= budget or at in groups:
                 self._join(at, self.every(mask))
                 return done
 
     def _follow(self, signal: Signal, at: int, mask: np.ndarray | None) -> int | None:
-        """Where all of a group goes on that stands before `at`; None if it does not go on whole."""
+        """The next instruction of a group that stands before `at`, or None if it does not go on as
+        a whole."""
         if signal.kind == "barrier":
             return at if self._arrive(at, mask, signal.mask) else None
         here = self.every(mask)
@@ -324,8 +315,8 @@ class Batch:
         return None
 
     def _arrive(self, at: int, mask: np.ndarray | None, waiting: np.ndarray | None) -> bool:
-        """A group comes to a barrier, or (predicated) `waiting` of it; whether all of it goes on at
-        once."""
+        """A group reaches a barrier, if predicated only `waiting` of it. Returns whether all of it
+        goes on at once."""
         self.whole_warps(waiting)
         if mask is None and waiting is None and not self._waiting.any():
             self.shared.epochs += 1
@@ -340,7 +331,8 @@ class Batch:
     def _open_barriers(self, at_end: bool = False) -> None:
         """Let programs pass whose threads are all there. at_end: no other thread can come any more.
 
-        Programs wait for one another, if they can, to go on together."""
+        Programs wait for one another, if they can, to go on together.
+        """
         by_program = self._waiting.reshape(self.num_programs, -1)
         complete = by_program.all(1)
         if at_end and not complete.all():

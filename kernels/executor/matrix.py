@@ -7,10 +7,10 @@ Fragments (figures of 9.7.14.5). Thread 4 g + t of a warp holds:
     C, D    the elements (g, 2 t), (g, 2 t + 1), (g + 8, 2 t), (g + 8, 2 t + 1)
 
 A 32-bit register of A or B has 1, 2 or 4 elements along k, starting at t times that number. The
-first registers cover the first half of k, the others the second half.
+first registers hold the first half of k, the last registers the second half.
 
 Each term of a product is exact. The terms and the accumulator are added in f64 and rounded once to
-f32, which is at least as accurate as any GPU. Truncation in a GPU's adder is not modelled.
+f32, which is at least as accurate as any GPU.
 """
 
 from __future__ import annotations
@@ -23,11 +23,6 @@ from kernels.executor.formats import decode
 from kernels.executor.operands import Step, Translation, Unsupported, instruction
 
 BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8}
-_SHAPES = {("f16", 8), ("f16", 16), ("bf16", 8), ("bf16", 16), ("tf32", 4), ("tf32", 8)}
-_SHAPES |= {("s8", 16), ("s8", 32), ("u8", 16), ("u8", 32)}
-_SHAPES |= {("e4m3", 16), ("e4m3", 32), ("e5m2", 16), ("e5m2", 32)}
-
-
 ACCUMULATORS = {"f32": np.float32, "f16": np.float16, "s32": np.int32}
 
 
@@ -79,7 +74,7 @@ def _mma(translation: Translation) -> Step:
     k, kind, a_kind, b_kind = int(matched[1]), *matched.groups()[1:]
     check_accumulator(kind, a_kind, b_kind)
     saturates = "satfinite" in translation.parts
-    if (a_kind, k) not in _SHAPES or (b_kind, k) not in _SHAPES:
+    if any(k * BITS.get(one, 0) not in (128, 256) for one in (a_kind, b_kind)):
         raise Unsupported(f"k{k} for .{a_kind} and .{b_kind} is not supported")
     target, a, b, c = translation.operands
     per_register = 32 // BITS[a_kind]
@@ -87,16 +82,12 @@ def _mma(translation: Translation) -> Step:
     halves = 2 if kind == "f16" else 1  # numbers per register of C and D
     if (len(a), len(b), len(c), len(target)) != (2 * num_k, num_k, 4 // halves, 4 // halves):
         raise Unsupported("the number of registers does not fit the shape")
-    read_a = [translation.read(one, "b32") for one in a]
-    read_b = [translation.read(one, "b32") for one in b]
-    read_c = [translation.read(one, "b32") for one in c]
+    reads = [[translation.read(one, "b32") for one in registers] for registers in (a, b, c)]
     writes = [translation.write(one, "b32") for one in target]
     dtype = ACCUMULATORS[kind]
 
     def multiply(batch, mask):
-        a, b, c = (
-            [batch.full(read(batch)) for read in reads] for reads in (read_a, read_b, read_c)
-        )
+        a, b, c = ([batch.full(read(batch)) for read in some] for some in reads)
         columns = decode(np.stack(b), b_kind).reshape(num_k, -1, 8, 4 * per_register)
         columns = columns.transpose(1, 0, 3, 2).reshape(-1, k, 8).astype(np.float64)
         product = rows_of_a(a, a_kind).astype(np.float64) @ columns

@@ -4,9 +4,8 @@ A register of a batch is a NumPy array of unsigned integers (booleans for predic
 element per thread, or a single element if all threads hold the same value. Arrays are never written
 in place, so registers may share one.
 
-Each instruction is translated once into a function `step(batch, mask)`. mask is the active mask:
-the threads that execute the instruction, None for all of the programs that have not ended. What an
-instruction computes for other threads is not used.
+Each instruction is translated once into a function `step(batch, mask)`. mask holds the threads that
+execute the instruction; None means all running threads. Results of other threads are not used.
 
 Widths follow the PTX ISA, "Operand size exceeding instruction-type size" (9.4.1). A wider source
 register is truncated to its low bits. A result narrower than its register is sign-extended if its
@@ -17,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -35,8 +34,8 @@ Step = Callable[["Batch", np.ndarray | None], object]
 
 
 class Signal(NamedTuple):
-    """A change of control flow: threads branch to a label, exit, wait at a barrier for all other
-    threads of their program, or let others run before they go on."""
+    """A change of control flow: threads branch to a label, exit, wait at a barrier for all threads
+    of their program, or yield to other threads."""
 
     kind: str  # "branch", "exit", "barrier" or "yield"
     mask: np.ndarray | None  # None: all active threads
@@ -117,14 +116,11 @@ class Translation:
         if not isinstance(operand, str):
             raise Unsupported("expected a register or an immediate")
         if operand.startswith("%"):
-            return self._special(operand, dtype)
+            if operand not in SPECIAL_REGISTERS:
+                raise Unsupported(f"special register {operand} is not supported")
+            return lambda batch: batch.special[operand].astype(dtype, copy=False)
         constant = self._constant(operand, kind, dtype)
         return lambda batch: constant
-
-    def _special(self, name: str, dtype) -> Read:
-        if name not in SPECIAL_REGISTERS:
-            raise Unsupported(f"special register {name} is not supported")
-        return lambda batch: batch.special[name].astype(dtype, copy=False)
 
     def _constant(self, text: str, kind: str, dtype) -> np.ndarray:
         if text in self.program.symbols:
@@ -175,9 +171,8 @@ class Translation:
         """Function that computes the byte address of each thread, uint64."""
         if not isinstance(operand, Address):
             raise Unsupported("expected an address")
-        symbols = self.program.symbols
-        offset = operand.offset + symbols.get(operand.base, 0)
-        offset = np.uint64(offset & (2**64 - 1))
+        symbols: dict[Any, int] = self.program.symbols
+        offset = np.uint64(operand.offset + symbols.get(operand.base, 0) & 2**64 - 1)
         if isinstance(operand.base, Register):
             base = self.read(operand.base, f"u{operand.base.width}")
             self.effects.addresses.append(self.effects.reads.pop())
@@ -206,27 +201,13 @@ def instruction(*names: str):
 
 
 def elementwise(translation: Translation, compute, kind, result: str | None = None) -> Step:
-    """Step that computes the first operand elementwise from the others. kind: the type of all, or
-    of each."""
+    """Step that computes the first operand elementwise from the sources. kind: one type for all
+    sources, or a type for each."""
     target, *sources = translation.operands
     kinds = [kind] * len(sources) if isinstance(kind, str) else kind
     reads = [translation.read(*pair) for pair in zip(sources, kinds, strict=True)]
     write = translation.write(target, result or kinds[0])
-    if len(reads) == 1:
-        (read,) = reads
-        return lambda batch, mask: write(batch, mask, compute(read(batch)))
-    if len(reads) == 2:
-        first, second = reads
-        return lambda batch, mask: write(batch, mask, compute(first(batch), second(batch)))
     return lambda batch, mask: write(batch, mask, compute(*[read(batch) for read in reads]))
-
-
-def _of_whole_warps(step: Step) -> Step:
-    def aligned(batch, mask):
-        batch.whole_warps(mask)
-        return step(batch, mask)
-
-    return aligned
 
 
 def translate(program: Program, one: Instruction) -> tuple[Step, Effects]:
@@ -243,17 +224,19 @@ def translate(program: Program, one: Instruction) -> tuple[Step, Effects]:
         why = str(error) if isinstance(error, Unsupported) else f"{error!r} is not supported"
         raise UnknownInstruction(program.name, one.text, one.location, why) from None
     if "aligned" in one.parts:
-        step = _of_whole_warps(step)
+        unchecked = step
+
+        def step(batch, mask):
+            batch.whole_warps(mask)
+            return unchecked(batch, mask)
+
     if one.predicate is None:
         return step, translation.effects
     register, negated = one.predicate
-    index = register.index
 
     def guarded(batch, mask):
-        taken = batch.registers[index]
-        taken = ~taken if negated else taken
-        here = batch.every(mask)
-        taken = taken & here
+        taken, here = batch.registers[register.index], batch.every(mask)
+        taken = (~taken if negated else taken) & here
         if not taken.any():
             return None
         return step(batch, mask if (taken == here).all() else taken)

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import types
 from collections.abc import Iterator
+from typing import Any
 
 from kernels.tiles import Target, force_target
 
@@ -16,7 +17,7 @@ _GATES = ("kernels.checks", "kernels.swap_blocks")
 @contextlib.contextmanager
 def ops_of_this_project(capability: int, num_multiprocessors: int) -> Iterator[None]:
     """Let the ops accept CPU tensors, with the tiles and split counts of an architecture."""
-    modules = [importlib.import_module(name) for name in _GATES]
+    modules: list[Any] = [importlib.import_module(name) for name in _GATES]
     gates = [module.INTERPRETED for module in modules]
     for module in modules:
         module.INTERPRETED = types.SimpleNamespace(value=True)

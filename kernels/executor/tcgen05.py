@@ -25,6 +25,7 @@ from mbarrier.inval.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -45,17 +46,16 @@ _KNOWN_BITS = 1 << 4 | 1 << 7 | 1 << 10 | 1 << 15 | 1 << 16 | 0x3F << 17 | 0x1F 
 
 @instruction("tcgen05")
 def _tcgen05(translation: Translation) -> Step:
-    opcode = translation.instruction.opcode
     for pattern, form in _FORMS.items():
-        if matched := re.fullmatch(pattern, opcode):
+        if matched := re.fullmatch(pattern, translation.instruction.opcode):
             return form(translation, *matched.groups())
     raise Unsupported("this form of tcgen05 is not supported")
 
 
 def _alloc(translation: Translation) -> Step:
-    """One warp allocates columns for its program. The address is written to shared memory."""
-    place, count = translation.operands
-    address, count = translation.address(place), int(count, 0)
+    """One warp allocates columns for its program and writes their address to shared memory."""
+    target, columns = translation.operands
+    address, count = translation.address(target), int(columns, 0)
     if count not in (32, 64, 128, 256, 512):
         raise Unsupported(f"expected 32, 64, 128, 256 or 512 columns, got {count}")
 
@@ -91,11 +91,6 @@ def _first_lanes(batch, mask) -> np.ndarray:
     return batch.every(mask) & (np.arange(batch.num_threads) % 32 == 0)
 
 
-def _relinquish(translation: Translation) -> Step:
-    """Permits other programs to allocate. No effect here: programs do not share tensor memory."""
-    return lambda batch, mask: None
-
-
 def _wait(translation: Translation, moves: str) -> Step:
     return lambda batch, mask: batch.tensor_memory.wait(batch.every(mask), moves == "ld")
 
@@ -103,24 +98,24 @@ def _wait(translation: Translation, moves: str) -> Step:
 def _move(translation: Translation, direction: str, shape: str, count: str) -> Step:
     operands = [*translation.operands]
     registers = registers_in(operands.pop(0 if direction == "ld" else -1))
-    place, *offset = operands
+    strip, *offsets = operands
     halved = shape == "16x32bx2"
-    if len(registers) != int(count) or len(offset) != halved:
+    if len(registers) != int(count) or len(offsets) != halved:
         raise Unsupported("the operands do not fit")
-    address, offset = translation.address(place), int(offset[0], 0) if halved else 0
+    address, offset = translation.address(strip), int(offsets[0], 0) if halved else 0
     reads = [translation.read(register, "b32") for register in registers]
     if direction == "ld":
         translation.effects.writes, translation.effects.reads = translation.effects.reads, []
 
     def move(batch, mask):
         active, threads = batch.every(mask), np.arange(batch.num_threads)
-        place = np.where(active, address(batch).astype(np.int64), 0)
-        lane, column, rows = place >> 16, place & 0xFFFF, 16 if halved else 32
+        cells = np.where(active, address(batch).astype(np.int64), 0)
+        lane, column, rows = cells >> 16, cells & 0xFFFF, 16 if halved else 32
         beyond = active & ((lane // 32 != threads // 32 % 4) | (lane % 32 + rows > 32))
         if beyond.any():
             thread = int(np.argmax(beyond))
             detail = f"{rows} lanes of tensor memory from {lane[thread]} on are not the warp's"
-            raise batch.fault(FaultKind.OUT_OF_BOUNDS, detail, thread, address=int(place[thread]))
+            raise batch.fault(FaultKind.OUT_OF_BOUNDS, detail, thread, address=int(cells[thread]))
         lanes, columns = lane + threads % rows, column + threads % 32 // rows * offset
         strips = np.zeros(batch.num_threads, np.uint64)
         strips[active] = batch.tensor_memory.strips(
@@ -202,8 +197,8 @@ def _multiply(
     else:
         left = fetch(a, m, form >> 15 & 1, a_kind)
     total = left @ fetch(b, n, form >> 16 & 1, b_kind).transpose(0, 2, 1)
-    place = programs[:, None], (d >> 16) + rows, slice(d & 0xFFFF, (d & 0xFFFF) + n)
-    memory.numbers[place] = total + memory.numbers[place] if keep else total
+    cells = programs[:, None], (d >> 16) + rows, slice(d & 0xFFFF, (d & 0xFFFF) + n)
+    memory.numbers[cells] = total + memory.numbers[cells] if keep else total
     for number, thread in enumerate(threads):
         taken = [(where, chunks[number]) for where, chunks in operands]
         memory.products.append(Product(thread, result[number], size, taken))
@@ -218,10 +213,11 @@ def _operand_chunks(descriptor: int, rows: int, transposed: bool) -> np.ndarray:
     return operand_chunks(descriptor & ~(7 << 46), rows, 2, transposed)
 
 
-_FORMS = {
+_FORMS: dict[str, Callable[..., Step]] = {
     r"tcgen05\.alloc\.cta_group::1\.sync\.aligned\.shared::cta\.b32": _alloc,
     r"tcgen05\.dealloc\.cta_group::1\.sync\.aligned\.b32": _dealloc,
-    r"tcgen05\.relinquish_alloc_permit\.cta_group::1\.sync\.aligned": _relinquish,
+    # It lets other programs allocate. Here they do not share tensor memory.
+    r"tcgen05\.relinquish_alloc_permit\.cta_group::1\.sync\.aligned": lambda _: lambda *_: None,
     r"tcgen05\.(ld|st)\.sync\.aligned\.(32x32b|16x32bx2)\.x(\d+)\.b32": _move,
     r"tcgen05\.wait::(ld|st)\.sync\.aligned": _wait,
     r"tcgen05\.mma\.cta_group::1\.kind::f16": _mma,
@@ -253,9 +249,8 @@ class MBarrier:
         without a loop."""
         if self.parity == phase and len(self.arrivals) >= self.expected:
             if self.tested:
-                completed += [
-                    one for products in self.arrivals[: self.expected] for one in products
-                ]
+                for products in self.arrivals[: self.expected]:
+                    completed += products
                 del self.arrivals[: self.expected]
                 self.parity = 1 - self.parity
             self.tested = not self.tested
@@ -280,20 +275,17 @@ def find(batch, address: int, thread: int) -> MBarrier:
 @instruction("mbarrier")
 def _mbarrier(translation: Translation) -> Step:
     opcode = translation.instruction.opcode.replace("shared::cta", "shared")
-    forms = {
-        "mbarrier.init.shared.b64": _init_or_inval,
-        "mbarrier.inval.shared.b64": _init_or_inval,
-        "mbarrier.try_wait.parity.shared.b64": _try_wait,
-    }
-    if opcode not in forms:
+    if opcode == "mbarrier.try_wait.parity.shared.b64":
+        return _try_wait(translation)
+    if opcode not in ("mbarrier.init.shared.b64", "mbarrier.inval.shared.b64"):
         raise Unsupported("this form of mbarrier is not supported")
-    return forms[opcode](translation)
+    return _init_or_inval(translation)
 
 
 def _init_or_inval(translation: Translation) -> Step:
     """Make an mbarrier that expects a count of arrivals, or (inval, no count) remove it."""
-    place, *count = translation.operands
-    address, reads = translation.address(place), [translation.read(one, "u32") for one in count]
+    barrier, *count = translation.operands
+    address, reads = translation.address(barrier), [translation.read(one, "u32") for one in count]
 
     def step(batch, mask):
         mask, addresses = batch.every(mask), address(batch)
@@ -313,8 +305,8 @@ def _init_or_inval(translation: Translation) -> Step:
 def _try_wait(translation: Translation) -> Step:
     """Test whether the phase with this parity has completed, without blocking. Where it has not,
     other threads take their turns first."""
-    target, place, parity = translation.operands
-    write, address = translation.write(target, "pred"), translation.address(place)
+    target, barrier, parity = translation.operands
+    write, address = translation.write(target, "pred"), translation.address(barrier)
     read = translation.read(parity, "u32")
 
     def try_wait(batch, mask):
@@ -329,8 +321,8 @@ def _try_wait(translation: Translation) -> Step:
             tests.astype(np.int64), axis=0, return_index=True, return_inverse=True
         )
         results = [
-            find(batch, at, int(threads[place])).ended(phase, completed)
-            for (_, at, phase), place in zip(tests.tolist(), first, strict=True)
+            find(batch, at, int(thread)).ended(phase, completed)
+            for (_, at, phase), thread in zip(tests.tolist(), threads[first], strict=True)
         ]
         ended[threads] = np.array(results)[of_test]
         batch.tensor_memory.complete(completed)

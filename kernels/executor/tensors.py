@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -27,16 +30,8 @@ def window_of(name: str, tensor: torch.Tensor, unwritten: int = 0) -> TensorWind
     if not isinstance(tensor, torch.Tensor) or not tensor.is_cpu:
         raise ValueError(f"{name}: the executor runs kernels on CPU tensors, got {tensor!r:.80}")
     strides = tuple(stride * tensor.itemsize for stride in tensor.stride())
-    address = _DATA_PTR(tensor)
-    return TensorWindow(
-        name,
-        address,
-        tensor.itemsize,
-        tuple(tensor.shape),
-        strides,
-        tensor.untyped_storage().data_ptr(),
-        unwritten,
-    )
+    where = _DATA_PTR(tensor), tensor.itemsize, tuple(tensor.shape), strides
+    return TensorWindow(name, *where, tensor.untyped_storage().data_ptr(), unwritten)
 
 
 _DATA_PTR = torch.Tensor.data_ptr
@@ -57,12 +52,12 @@ class AddressBook:
                 known[tensor.shape, tensor.stride(), tensor.dtype] = weakref.ref(tensor)
             return address
 
-        self._previous = torch.Tensor.data_ptr
-        torch.Tensor.data_ptr = data_ptr
+        self._patch = mock.patch.object(torch.Tensor, "data_ptr", data_ptr)
+        self._patch.start()
         return self
 
     def __exit__(self, *_) -> None:
-        torch.Tensor.data_ptr = self._previous
+        self._patch.stop()
 
     def named_in(self, tables: Sequence[torch.Tensor]) -> list[TensorWindow]:
         """Windows of the recorded tensors whose address is in one of the int64 `tables`."""
@@ -82,31 +77,32 @@ class FreshMemory:
 
     Memory from torch.empty, empty_like, empty_strided, empty_permuted and Tensor.new_empty is
     fresh, and so is memory that Tensor.resize_ adds. It is filled with a pattern (a NaN, a large
-    integer). Writes of kernels are tracked per byte. If PyTorch, NumPy or anything else changes the
-    pattern anywhere, the whole tensor counts as written. torch.Tensor(n), tensors made earlier and
-    tensors allocated by PyTorch's C++ code always count as written. Reads by PyTorch are not
-    checked.
+    integer). Writes of kernels are tracked per byte. If the host changes the pattern anywhere, the
+    whole tensor counts as written. torch.Tensor(n), tensors made earlier and tensors allocated by
+    PyTorch's C++ code count as written. Reads by PyTorch are not checked.
 
     Up to 256 MiB of tensors are kept alive, so that their addresses are not reused.
     """
 
-    _MAKERS = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"))
-    _MAKERS += ((torch, "empty_permuted"), (torch.Tensor, "new_empty"), (torch.Tensor, "resize_"))
+    _MAKERS: tuple[tuple[Any, str], ...] = (
+        *((torch, f"empty{suffix}") for suffix in ("", "_like", "_strided", "_permuted")),
+        *((torch.Tensor, name) for name in ("new_empty", "resize_")),
+    )
 
     def __init__(self):
         self._fresh: OrderedDict[int, tuple[torch.Tensor, np.ndarray]] = OrderedDict()
         self._num_bytes = 0
 
     def __enter__(self) -> FreshMemory:
-        self._originals = [getattr(owner, name) for owner, name in self._MAKERS]
-        for (owner, name), original in zip(self._MAKERS, self._originals, strict=True):
+        self._patches = contextlib.ExitStack()
+        for owner, name in self._MAKERS:
             wrap = self._resizing if name == "resize_" else self._making
-            setattr(owner, name, wrap(original))
+            wrapper = wrap(getattr(owner, name))
+            self._patches.enter_context(mock.patch.object(owner, name, wrapper))
         return self
 
     def __exit__(self, *_) -> None:
-        for (owner, name), original in zip(self._MAKERS, self._originals, strict=True):
-            setattr(owner, name, original)
+        self._patches.close()
 
     def _making(self, make):
         @functools.wraps(make)
@@ -158,7 +154,7 @@ class FreshMemory:
             return 0
         if ((held != _pattern(len(held))) & (unwritten != 0)).any():
             unwritten[:] = 0
-        return unwritten.ctypes.data + tensor.storage_offset() * tensor.itemsize
+        return unwritten.ctypes.data + int(tensor.storage_offset()) * tensor.itemsize
 
 
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
@@ -167,7 +163,7 @@ def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
     if not storage.nbytes():
         return _NO_BYTES
     memory = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
-    return np.frombuffer(memory, np.uint8)
+    return np.ctypeslib.as_array(memory)
 
 
 def _pattern(count: int) -> np.ndarray:

@@ -2,10 +2,10 @@
 clamps such shifts, LLVM leaves them undefined).
 
 Compilers compute undefined values that are never used, under a mask or in the unused half of a
-packed pair. So an undefined value alone is not a fault. It gets an alternate: a second value that
-it could have. Instructions that depend on it run twice, once with each value. A fault is raised if
-a value differs from its alternate and is used as an address, as a condition, or as an operand of a
-store or atomic instruction on global memory.
+packed pair, so an undefined value alone is no fault. It gets an alternate: a second value that it
+could have. Instructions that depend on it run twice, once with each value. It is a fault if a value
+differs from its alternate and is used as an address, as a condition, or as an operand of a store or
+atomic instruction on global memory.
 
 An undefined value is not detected if both values give the same result, for example in a comparison.
 Alternates are not propagated through memory, exchanges between threads or tensor cores.

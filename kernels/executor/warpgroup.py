@@ -85,8 +85,8 @@ def _wgmma(translation: Translation) -> Step:
     if opcode == "wgmma.commit_group.sync.aligned":
         return lambda batch, mask: batch.products.commit(batch.every(mask))
     if opcode == "wgmma.wait_group.sync.aligned":
-        most = int(translation.operands[0], 0)
-        return lambda batch, mask: batch.products.wait(batch.every(mask), most)
+        max_pending = int(translation.operands[0], 0)
+        return lambda batch, mask: batch.products.wait(batch.every(mask), max_pending)
     return _multiply(translation)
 
 
@@ -104,8 +104,8 @@ def _multiply(translation: Translation) -> Step:
     itemsize = BITS[a_kind] // 8
     if int(matched[2]) * itemsize != 32:
         raise Unsupported(f"k{matched[2]} for .{a_kind} is not supported")
-    target, a, b, scale_d, *immediates = translation.operands
-    immediates = [int(text, 0) for text in immediates]
+    target, a, b, scale_d, *texts = translation.operands
+    immediates = [int(text, 0) for text in texts]
     scale_a, scale_b, *transposed = immediates if kind != "s32" else (1, 1)
     in_registers = isinstance(a, tuple)
     flags = transposed or [0] * (2 - in_registers)

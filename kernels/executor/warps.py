@@ -13,7 +13,7 @@ from kernels.executor.operands import DTYPES, Signal, Step, Translation, Unsuppo
 
 @instruction("bra")
 def _bra(translation: Translation) -> Step:
-    translation.expect("uni") if len(translation.parts) > 2 else None
+    translation.expect("uni")
     (label,) = translation.operands
     if label not in translation.program.labels:
         raise Unsupported(f"label {label!r} is not defined")
@@ -81,11 +81,10 @@ def _shfl(translation: Translation) -> Step:
     4-0 the clamp. Out of range, a lane gets its own value."""
     mode = translation.one_of(("up", "down", "bfly", "idx"))
     translation.expect("sync", mode)
-    target, value, lane, control, members = translation.operands
+    target, value, *others = translation.operands
     target, in_range = target if isinstance(target, tuple) else (target, "_")
     value, write = translation.read(value, "b32"), translation.write(target, "b32")
-    lane, control = translation.read(lane, "u32"), translation.read(control, "u32")
-    members = translation.read(members, "u32")
+    lane, control, members = (translation.read(operand, "u32") for operand in others)
     write_in_range = translation.write(in_range, "pred")
 
     def shuffle(batch, mask):
