@@ -1,15 +1,14 @@
-"""What this project's models predict for an H100 and an H200, before one of them was measured here.
+"""Times predicted for an H100 and an H200 before they were measured, and their measurement.
 
-Times of kernels are modelled as in ``kernel_time``; the band is the 5th to 95th percentile of the
-model's error on SGLang's and vLLM's kernels.  A ratio of two times depends less on the constants of
-the card, so its band is 10 %, chosen before any measurement.  nano-vLLM's benchmark is served by
-the engine on ``GpuClock`` with a host time of 1 ms a step; 0 and 2 ms are its band.
+Without a GPU the models predict.  Times of kernels are modelled as in ``kernel_time``, with the 5th
+to 95th percentile of the model's error as a band.  A ratio of two times depends less on the
+constants of the card, so its band is 10 %, chosen before any measurement.  The engine serves
+nano-vLLM's benchmark on ``GpuClock`` with a host time of 1 ms a step, and 0 and 2 ms as a band.
 
-On a GPU the same command measures what was predicted.  Our kernel takes turns with the other
-implementations that are installed, see ``bench/gpu_timing.py``.  Predictions come from the
-committed table, never from today's model.  ``ratio`` is measured over predicted.  A prediction
-holds if the measured value lies in its band.  The part ``ceilings`` measures what the card gives at
-most.
+On a GPU the same command measures.  Our kernel takes turns with the installed baselines, see
+``bench/gpu_timing.py``.  Predictions come from the committed table, never from today's model.
+``ratio`` is measured over predicted.  A prediction holds if the measured value lies in its band.
+The part ``ceilings`` measures the highest rates of the card.
 """
 
 from __future__ import annotations
@@ -20,31 +19,30 @@ import importlib.metadata
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from experiments import kernel_time, style
 from experiments.bench.shapes import OURS, Shape, Timed, use_device
 from experiments.harness import Absent, Axis, Experiment, Options, Positive, Unavailable
-from experiments.harness.environment import cuda_available
+from experiments.harness.environment import committed, cuda_available
 
 CARDS = {"H100-SXM": "NVIDIA H100 80GB HBM3", "H200-SXM": "NVIDIA H200"}
 """The driver's names of the cards that predictions are for."""
-TABLE = Path(__file__).parents[1] / "results/predictions/cpu/rows.csv"
+TABLE = committed("predictions") / "rows.csv"
 """The committed predictions; environment.json beside it has their date and commit."""
 _OTHERS = ("flash_attn_3", "flash_attn_2", "gather_cudnn", "gather_sdpa")
 _COMPILED = ("flex_attention",)
-"""Takes long to compile for each shape, so two shapes have it, after all else."""
+"""Takes long to compile for each shape, so it is timed last, at two shapes."""
 _PAGED = 256
-"""Block size of the others, which refuse smaller ones or copy the context anyway."""
+"""Block size of the baselines, which refuse smaller blocks or copy the context anyway."""
 _RATIO_BAND = 0.1
 _HOST_MS = (0, 1, 2)
 """Assumed host times of a step: low, predicted and high."""
 _BENCH = "nano-vLLM's benchmark, Qwen3-0.6B, 133,966 tokens"
 
 
-def _decode(batch: int, context_len: int, block_size: int = 16, kv: str | None = None) -> Shape:
-    sizes = {"context_len": context_len, "block_size": block_size, "kv_dtype": kv}
+def _decode(batch: int, tokens: int, block_size: int = 16, kv_dtype: str | None = None) -> Shape:
+    sizes: dict[str, Any] = {"context_len": tokens, "block_size": block_size, "kv_dtype": kv_dtype}
     return Shape(op="decode", batch=batch, **sizes)
 
 
@@ -66,8 +64,7 @@ KERNELS: tuple[tuple[Shape, ...], ...] = (
     (_decode(64, 16384), _decode(64, 4096)),
     (_prefill(4, 2048), _prefill(1, 4096)),
 )
-"""Shapes, or pairs of which the ratio is predicted, the most important first; 32 query and 8 KV
-heads of 128."""
+"""A shape, or two whose ratio is predicted, the most important first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +86,8 @@ class Predicted(Options):
 class Measured(Options):
     part: str
     shapes: tuple[Shape, ...] = ()
-    """One, or two of which the ratio is measured."""
-    others: tuple[str, ...] = ()
+    """One shape, or two whose ratio is measured."""
+    baselines: tuple[str, ...] = ()
     """Implementations that take turns with ours."""
     budget_ms: float
 
@@ -101,9 +98,9 @@ def cells(options: Predictions) -> Iterator[Predicted | Measured | Absent]:
         if cuda_available() and part == "kernels":
             for shapes in KERNELS:
                 is_alone = len(shapes) > 1 or shapes[0].kv_dtype or shapes[0].block_size == _PAGED
-                yield measured(shapes=shapes, others=() if is_alone else _OTHERS)
+                yield measured(shapes=shapes, baselines=() if is_alone else _OTHERS)
             for shapes in (KERNELS[0], KERNELS[5]):
-                yield measured(shapes=shapes, others=_COMPILED)
+                yield measured(shapes=shapes, baselines=_COMPILED)
         elif cuda_available():
             yield measured()
         elif part == "ceilings":
@@ -124,7 +121,7 @@ def run_cell(cell: Predicted | Measured) -> list[dict[str, Any]]:
 
 
 def name_of(*shapes: Shape) -> str:
-    """A shape, or two shapes of which the ratio is meant, in words."""
+    """A shape, or the ratio of two shapes, in words."""
     return " / ".join(
         f"{shape.op} {shape.batch} x {shape.context_len:,}, "
         f"{'fp8' if shape.kv_dtype else 'bf16'}, block {shape.block_size}"
@@ -151,11 +148,12 @@ def _predict_kernels(card: str) -> list[dict[str, Any]]:
         if two:
             ratio = one["modelled_us"] / two[0]["modelled_us"]
             low, high = ratio * (1 - _RATIO_BAND), ratio * (1 + _RATIO_BAND)
-            rows.append({**row, "predicted": ratio, "low": low, "high": high})
+            row |= {"predicted": ratio, "low": low, "high": high}
         else:
             low, high = one["modelled_low_us"], one["modelled_high_us"]
             row |= {"predicted": one["modelled_us"], "low": low, "high": high}
-            rows.append({**row, "flash_attn3_by_others_us": one["measured_flash_attn3_us"]})
+            row["flash_attn3_by_others_us"] = one["measured_flash_attn3_us"]
+        rows.append(row)
     return rows
 
 
@@ -170,7 +168,8 @@ def _predict_engine(card: str) -> list[dict[str, Any]]:
     if card not in gpu_times.read(gpu_times.TABLES["cards"])["card"].to_list():
         return []
     prompts, outputs = nano_vllm_requests()
-    limits, seconds = {"max_num_seqs": 256, "max_num_batched_tokens": 8192}, []
+    limits: dict[str, Any] = {"max_num_seqs": 256, "max_num_batched_tokens": 8192}
+    seconds = []
     for host_ms in _HOST_MS:
         manager = make_manager("vllm_v1", num_blocks=30_000, block_size=16)
         engine = open_loop.engine_without_model(manager, **limits, max_model_len=4096)
@@ -185,30 +184,29 @@ def _predict_engine(card: str) -> list[dict[str, Any]]:
 
 @functools.cache
 def _card_here() -> str:
-    """The card that predictions are for, else the driver's name of the GPU."""
+    """The card in ``CARDS``, else the driver's name of the GPU."""
     import torch
 
     name = torch.cuda.get_device_name()
-    return next((card for card, its_name in CARDS.items() if its_name == name), name)
+    return next((card for card, driver_name in CARDS.items() if driver_name == name), name)
 
 
 def _judged(name: str, measured: float) -> dict[str, Any]:
     """Columns: the committed prediction of ``name`` with its commit and date, and the verdict."""
     import pandas as pd
 
-    columns = {"name": name, "measured": measured, "verdict": "no prediction"}
+    columns: dict[str, Any] = {"name": name, "measured": measured, "verdict": "no prediction"}
     if not TABLE.exists():
-        return columns
+        return columns | {"verdict": f"no prediction: only a checkout has {TABLE}"}
     rows = pd.read_csv(TABLE)
     rows = rows[(rows["gpu"] == _card_here()) & (rows["name"] == name)]
     for known in rows[["predicted", "low", "high"]].to_dict("records"):
         run = json.loads(TABLE.with_name("environment.json").read_text())
-        holds = known["low"] <= measured <= known["high"]
-        columns |= known | {"ratio": measured / known["predicted"]}
-        here, there = importlib.metadata.version("triton"), run["packages"]["triton"]
-        columns["verdict"] = "holds" if holds else "refuted"
-        if here != there:
-            columns["verdict"] += f"; predicted for Triton {there}, measured with {here}"
+        verdict = "holds" if known["low"] <= measured <= known["high"] else "refuted"
+        here, then = importlib.metadata.version("triton"), run["packages"]["triton"]
+        if here != then:
+            verdict += f"; predicted for Triton {then}, measured with {here}"
+        columns |= known | {"ratio": measured / known["predicted"], "verdict": verdict}
         columns |= {"predicted_at": run["commit"], "predicted_on": run["started"]}
     return columns
 
@@ -219,39 +217,43 @@ def _measure_kernels(cell: Measured) -> list[dict[str, Any]]:
 
     timed = [Timed(shape=s, implementation=OURS, budget_ms=cell.budget_ms) for s in cell.shapes]
     paged = dataclasses.replace(cell.shapes[0], block_size=_PAGED)
-    timed += [dataclasses.replace(timed[0], shape=paged, implementation=n) for n in cell.others]
+    timed += [dataclasses.replace(timed[0], shape=paged, implementation=n) for n in cell.baselines]
     clocks = f"{gpu_timing.clocks_mhz()} before"
-    ours, *rest = timed_ops.run_in_turns(timed)
+    results = timed_ops.run_in_turns(timed)
     clocks += f", {gpu_timing.clocks_mhz()} after"
-    rows, name = [], name_of(*cell.shapes)
-    for row in (ours, *rest[: len(cell.shapes) - 1]):
+    name, ours = name_of(*cell.shapes), []
+    for row in results[: len(cell.shapes)]:
         if isinstance(row, Unavailable):
             raise row
-    if len(cell.shapes) == 2:
-        ratio = ours["p50_us"] / rest[0]["p50_us"]
+        ours.append(row)
+    us = ours[0]["p50_us"]
+    if len(ours) == 2:
+        ratio = us / ours[1]["p50_us"]
         return [{**_judged(name, ratio), "unit": "ratio", "clocks_mhz": clocks}]
-    if cell.others != _COMPILED:  # else it has a row already
-        rows.append({**_judged(name, ours["p50_us"]), "unit": "us", **ours, "clocks_mhz": clocks})
-    for other, row in zip(cell.others, rest, strict=True):
-        about = {"name": name, "unit": "us", "implementation": other, "clocks_mhz": clocks}
+    rows = []
+    if cell.baselines != _COMPILED:  # else ours has a row already
+        rows.append({**_judged(name, us), "unit": "us", **ours[0], "clocks_mhz": clocks})
+    for baseline, row in zip(cell.baselines, results[1:], strict=True):
+        about = {"name": name, "unit": "us", "implementation": baseline, "clocks_mhz": clocks}
         if isinstance(row, Unavailable):
             rows.append({**about, "verdict": str(row)})
         else:
-            over = {"ours_over_this": ours["p50_us"] / row["p50_us"]}
+            over = {"ours_over_this": us / row["p50_us"]}
             rows.append({**about, "measured": row["p50_us"], **row, **over})
     return rows
 
 
 def _measure_engine(cell: Measured) -> list[dict[str, Any]]:
-    """With CUDA graphs and overlap; nano-vLLM is timed by the experiment ``engine``."""
-    from experiments import engine
+    """With CUDA graphs and overlap; the experiment ``engine`` times nano-vLLM."""
+    from experiments.engine import EXPERIMENT as ENGINE
 
+    options: Any = ENGINE.options
     options = dataclasses.replace(
-        engine.EXPERIMENT.options, part=("throughput",), model="qwen3-0.6b",
+        options, part=("throughput",), model="qwen3-0.6b",
         system=("pagelab",), graphs=(True,), overlap=(True,), scale=1,
     )  # fmt: skip
-    (bench,) = engine.cells(options)
-    [row] = engine.run_cell(bench)
+    (bench,) = ENGINE.checked_cells(options)
+    [row] = ENGINE.run_cell(bench)
     return [{**_judged(_BENCH, row["seconds"]), "unit": "s"}]
 
 
@@ -263,18 +265,23 @@ def _measure_ceilings(cell: Measured) -> list[dict[str, Any]]:
 
     rates = gpu_timing.device_bandwidths()
     rates |= {name: gpu_timing.bandwidth(name) for name in ("device_to_host", "host_to_device")}
-    found = [(name, "GB/s", rate / 1e9) for name, rate in rates.items()]
+    found: list[tuple[str, str, Any]] = [(name, "GB/s", rate / 1e9) for name, rate in rates.items()]
     found.append(("matmul", "TFLOP/s", gpu_timing.matmul_rate() / 1e12))
-    one = torch.zeros(64, device="cuda")
+    x = torch.zeros(64, device="cuda")
+
+    def add(count: int) -> None:
+        for _ in range(count):
+            x.add_(1)
+
     for count in (1, 10, 100):
-        times = gpu_timing.time_call(lambda count=count: [one.add_(1) for _ in range(count)])
+        times = gpu_timing.time_call(functools.partial(add, count))
         found.append((f"graph of {count} small kernels", "us", times.p50_us))
     clocks = {"clocks_mhz": str(gpu_timing.clocks_mhz())}
     return [dict(zip(("name", "unit", "measured"), row, strict=True)) | clocks for row in found]
 
 
 def _draw(rows: style.DataFrame) -> style.Figure | None:
-    """Bands around the prediction, and measured values where there are some, a panel per card."""
+    """Draw bands around the predictions and measured values, a panel per card."""
     rows = rows.dropna(subset="predicted") if "predicted" in rows else rows.head(0)
     if rows.empty:
         return None
@@ -282,14 +289,14 @@ def _draw(rows: style.DataFrame) -> style.Figure | None:
     height = 0.6 + 0.21 * len(names)
     figure, axes, _ = style.panel_grid(len(cards), height=height, width=7.2 / len(cards))
     for axis, (card, some) in zip(axes, cards, strict=True):
-        places = some["name"].map(names.index)
+        heights = some["name"].map(names.index)
         low, high = (100 * some[end] / some["predicted"] for end in ("low", "high"))
-        axis.hlines(places, low, high, color=style.BLUE, label="predicted: band")
+        axis.hlines(heights, low, high, color=style.BLUE, label="predicted: band")
         measured = 100 * some["measured"].astype(float) / some["predicted"]
-        axis.plot(measured, places, label="measured", **style.dots(style.ORANGE, "D"))
-        for place, row in zip(places, some.itertuples(), strict=True):
+        axis.plot(measured, heights, label="measured", **style.dots(style.ORANGE, "D"))
+        for y, row in zip(heights, some.itertuples(), strict=True):
             number = f"{row.predicted:,.0f}" if row.predicted >= 100 else f"{row.predicted:.3g}"
-            axis.annotate(f"{number} {row.unit}", (101, place), fontsize=5, va="bottom")
+            axis.annotate(f"{number} {row.unit}", (101, y), fontsize=5, va="bottom")
         axis.axvline(100, **style.BOUND)
         shown = [name.replace(" / ", "\n/ ") for name in names]
         style.name_rows(axis, shown, shown=axis is axes[0])

@@ -9,36 +9,40 @@ import pandas as pd
 import cache
 from experiments import eviction, kernel_accuracy
 from experiments.harness import OptionsError
+from experiments.harness.environment import REPOSITORY, committed
 from experiments.load import workloads
 
-_REPOSITORY = Path(__file__).parents[1]
 _POOLS = (1.0, 5.0, 10.0)
 """Pool sizes, in percent of the unique blocks of the trace."""
 _KNOW_THE_FUTURE = ["belady", "infinite", "reuse_oracle"]
-_MOST_IN_PYTHON = 1_000_000
+_MAX_IN_PYTHON = 1_000_000
 """Block references of the longest trace that a policy in Python replays (some 5 us each)."""
 _RED, _PLAIN = "\033[31m", "\033[0m"
 
 
 def try_policy(policy: str, out: Path) -> None:
-    """Replay the repository's traces with a policy; print and draw it beside the eviction table.
+    """Replay the repository's traces with a policy and compare it with the eviction table.
 
     The pools are 1, 5 and 10 % of the unique blocks of a trace.
 
     Args:
         policy: a policy's name, or file.py:Class.
-        out: folder of the picture and of its summary.
+        out: folder of the figure and of its summary.
 
-    Raises OptionsError, naming the policy, if it cannot be made or raises, and OSError.
+    Raises OptionsError outside a checkout and, naming the policy, if the policy cannot be made or
+    raises; OSError.
     """
+    table = committed("eviction") / "rows.csv"
+    if not table.exists():
+        raise OptionsError(f"needs a checkout of the repository: there is no {table}")
     try:
         cache.make_policy(policy)
         tried = _replay(policy)
         cost, compiled = _seconds_per_reference(policy)
     except Exception as error:  # a user's policy may raise anything
-        what = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        raise OptionsError(f"{policy}: {what}{error}") from error
-    known = pd.read_csv(_REPOSITORY / "results/eviction/cpu/rows.csv")
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise OptionsError(f"{policy}: {kind}{error}") from error
+    known = pd.read_csv(table)
     known = known[known["policy"] != policy]
     for trace, rows in tried.groupby("trace", sort=False):
         print(_verdict(rows, known[known["trace"] == trace]))
@@ -57,7 +61,7 @@ def _replay(policy: str) -> pd.DataFrame:
     rows: list[dict] = []
     for cell in cells:
         trace = workloads.load(cell.trace)
-        if trace.num_block_references > _MOST_IN_PYTHON and not rows[-1]["compiled"]:
+        if trace.num_block_references > _MAX_IN_PYTHON and not rows[-1]["compiled"]:
             print(f"{trace.name}: left out, as numba cannot compile the policy")
             break
         rows += eviction.run_cell(cell)
@@ -77,28 +81,29 @@ def _verdict(tried: pd.DataFrame, known: pd.DataFrame) -> str:
     known = known[known["capacity_blocks"].isin(tried["capacity_blocks"])]
     means = known.groupby("policy")["block_hit_rate"].mean()
     mine, lru, optimum = tried["block_hit_rate"].mean(), means["lru"], means["belady"]
-    others = means.drop(_KNOW_THE_FUTURE, errors="ignore")
+    online = means.drop(_KNOW_THE_FUTURE, errors="ignore")
     return (
         f"{tried['trace'].iloc[0]}: {mine:.1%} of blocks hit (LRU {lru:.1%}, optimum "
         f"{optimum:.1%}); closes {(mine - lru) / (optimum - lru):.0%} of the gap; "
-        f"rank {1 + (others > mine + 1e-9).sum()} of {1 + len(others)}"
+        f"rank {1 + (online > mine + 1e-9).sum()} of {1 + len(online)}"
     )
 
 
 def check_kernel(file: Path) -> bool:
     """Compare a kernel's results with fp64 over block sizes, dtypes and options.
 
-    Prints the largest error, as a multiple of its bound, for each option, dtype and block size; red
-    where the bound is exceeded.  Returns whether all results are within it.
+    Prints the largest error, as a multiple of its bound, for each option, dtype and block size, in
+    red where it exceeds the bound.  Returns whether all results are within their bounds.
 
     Args:
         file: the file of an op of kernels/, such as kernels/store_kvcache.py.
 
     Raises OptionsError for another file.
     """
-    if file.resolve() not in {_REPOSITORY / f"kernels/{op}.py" for op in kernel_accuracy.KERNELS}:
+    folder = REPOSITORY / "kernels"
+    if file.resolve() not in {folder / f"{op}.py" for op in kernel_accuracy.KERNELS}:
         ops = ", ".join(kernel_accuracy.KERNELS)
-        raise OptionsError(f"{file}: needs a file of {_REPOSITORY / 'kernels'} for one of {ops}")
+        raise OptionsError(f"{file}: needs a file of {folder} for one of {ops}")
     options = kernel_accuracy.KernelAccuracy(
         kernel=(file.stem,), block_size=(1, 7, 256), head_dim=(80,)
     )
@@ -108,10 +113,10 @@ def check_kernel(file: Path) -> bool:
     table = pd.DataFrame(rows).assign(block_size=lambda rows: rows["block_size"].fillna(0))
     table["ratio"] = table["error"] / table["bound"]
     print(f"largest error / bound; block size {options.block_size}")
-    for (feature, dtype), line in table.groupby(["feature", "dtype"], sort=False):
+    for (feature, dtype), rows_of in table.groupby(["feature", "dtype"], sort=False):
         ratios = (
             (f"{_PLAIN if of_size['passed'].all() else _RED}{of_size['ratio'].max():6.2f}{_PLAIN}")
-            for _, of_size in line.groupby("block_size")
+            for _, of_size in rows_of.groupby("block_size")
         )
         print(f"{feature:12}{dtype:10}", *ratios)
     wrong = len(table) - table["passed"].sum()

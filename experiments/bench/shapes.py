@@ -1,4 +1,4 @@
-"""Shapes of the ops that GPU experiments time, and cells of them; ``timed_ops.py`` runs these.
+"""Shapes of the ops that GPU experiments time, and their cells; ``timed_ops.py`` runs the cells.
 
 This file imports neither torch nor kernels, so that experiments are listed at once and
 TRITON_INTERPRET can be set before kernels are imported.
@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from experiments.harness import InputFile, Options
+from experiments.harness import Options
 
 if TYPE_CHECKING:
     import torch
@@ -56,9 +56,9 @@ class Shape:
 
     def columns(self) -> dict[str, Any]:
         """Columns of a table."""
-        names = ("op", "batch", "context_len", "query_len", "prefix_len", "block_size")
-        names += ("num_q_heads", "num_kv_heads", "head_dim", "num_layers", "dtype", "num_splits")
-        columns = {name: getattr(self, name) for name in names}
+        names = "op batch context_len query_len prefix_len block_size num_q_heads num_kv_heads "
+        names += "head_dim num_layers dtype num_splits"
+        columns = {name: getattr(self, name) for name in names.split()}
         return {**columns, "kv_dtype": self.kv_dtype or self.dtype}
 
 
@@ -68,8 +68,6 @@ class Timed(Options):
 
     shape: Shape
     implementation: str
-    source: InputFile | None = None
-    """The file of another project's implementation."""
     budget_ms: float
 
     @property

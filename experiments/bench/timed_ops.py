@@ -1,7 +1,7 @@
 """Ops at real sizes on the device: their implementations, each checked and then timed.
 
 Inputs, references, bytes and operations are the cases of ``kernels/testing/cases.py``. The context
-of attention may have many gigabytes, too many for fp64, so attention is judged on some sequences
+of attention may have many gigabytes, too many for fp64. So attention is judged on some sequences
 (in prefill on their first, middle and last queries), as a small case with copies of their inputs.
 """
 
@@ -28,7 +28,6 @@ from experiments.bench.shapes import (
     use_device,
 )
 from experiments.harness import Unavailable
-from experiments.kernel_counters.other_kernels import OTHERS
 from kernels import reference
 from kernels.swap_blocks import adjacent_parts
 from kernels.testing.accuracy import Accuracy, bits
@@ -47,8 +46,9 @@ OPS = {
     "gate": "gated_activation",
 }
 _CEILINGS: dict[str, Ceiling] = {"swap_out": "device_to_host", "swap_in": "host_to_device"}
-"""The measured rate that the bytes per second of an op are compared with, if not the device's."""
+"""Ops whose bytes per second are compared with a rate other than the device's."""
 _QUERIES_CHECKED = 16
+_CACHES = ("k_cache", "v_cache")
 Part = tuple[Case, Callable[[Any], Any]]
 """A small case, and a function that takes the whole result and gives the case's."""
 
@@ -60,12 +60,12 @@ class Problem:
     case: Case
     implementations: dict[str, Callable[[], Any]]
     part: Part | None = None
-    """The judged part of the result; None: all of it."""
+    """The judged part of the result. None means all of it."""
 
     def judged(self, implementation: str) -> Accuracy:
         """The worst accuracy of an implementation's results.
 
-        Raises Unavailable where its package does not have what it takes.
+        Raises Unavailable where its package lacks a feature.
         """
         call = self.implementations[implementation]
         case, fetch = self.part or (self.case, lambda result: result)
@@ -78,9 +78,9 @@ class Problem:
 
 def case_of(shape: Shape, device: torch.device) -> Case:
     """Inputs of an op at ``shape``; on the device meta without memory."""
-    sizes = {name: getattr(shape, name) for name in ("num_q_heads", "num_kv_heads", "head_dim")}
-    sizes |= {name: getattr(shape, name) for name in ("block_size", "num_layers", "seed")}
-    options = {}
+    names = ("num_q_heads", "num_kv_heads", "head_dim", "block_size", "num_layers", "seed")
+    sizes = {name: getattr(shape, name) for name in names}
+    options: dict[str, Any] = {}
     if shape.op in ("decode", "prefill", "cascade"):
         options["return_lse"] = False
     if shape.op in ("decode", "prefill"):
@@ -105,7 +105,7 @@ def _some(count: int) -> list[int]:
 def _attention_part(case: Case, rows: list[tuple[int, int, int]]) -> Part:
     """Some queries of decode or prefill with a cache of their own.
 
-    rows: sequence, first query and number of queries; the context ends with the last of them.
+    rows: sequence, first query and number of queries. The context ends with the last query.
     """
     inputs, is_prefill = case.inputs, "cu_seqlens_q" in case.inputs
     device, block_size = inputs["q"].device, inputs["k_cache"].shape[1]
@@ -119,14 +119,14 @@ def _attention_part(case: Case, rows: list[tuple[int, int, int]]) -> Part:
         blocks.append(inputs["block_tables"][seq, : -(-contexts[-1] // block_size)].long())
     tables = torch.zeros(len(rows), max(map(len, blocks)), dtype=torch.int32)
     used = 0
-    for row, ids in enumerate(blocks):
-        tables[row, : len(ids)] = torch.arange(used, used + len(ids))
-        used += len(ids)
-    queries, blocks = torch.cat(queries).to(device), torch.cat(blocks)
+    for row, of_row in enumerate(blocks):
+        tables[row, : len(of_row)] = torch.arange(used, used + len(of_row))
+        used += len(of_row)
+    rows_of_q, ids = torch.cat(queries).to(device), torch.cat(blocks)
     small = {
-        "q": inputs["q"][queries],
-        "k_cache": _indexed(inputs["k_cache"], blocks),
-        "v_cache": _indexed(inputs["v_cache"], blocks),
+        "q": inputs["q"][rows_of_q],
+        # Bit for bit: PyTorch does not index fp8 everywhere.
+        **{name: bits(inputs[name])[ids].view(inputs[name].dtype) for name in _CACHES},
         "block_tables": tables.to(device),
         "context_lens": torch.tensor(contexts, dtype=torch.int32, device=device),
     }
@@ -134,12 +134,7 @@ def _attention_part(case: Case, rows: list[tuple[int, int, int]]) -> Part:
         counts = [count for _, _, count in rows]
         small["cu_seqlens_q"] = torch.tensor([0, *counts]).cumsum(0).to(device, torch.int32)
         small["max_seqlen_q"] = max(counts)
-    return dataclasses.replace(case, inputs=inputs | small), lambda out: out[queries]
-
-
-def _indexed(tensor: torch.Tensor, index: Any) -> torch.Tensor:
-    """Copies of some elements, bit for bit: PyTorch does not index fp8 everywhere."""
-    return bits(tensor)[index].view(tensor.dtype)
+    return dataclasses.replace(case, inputs=inputs | small), lambda out: out[rows_of_q]
 
 
 def _problem(shape: Shape, case: Case) -> Problem:
@@ -165,7 +160,7 @@ def _problem(shape: Shape, case: Case) -> Problem:
         rows = list(itertools.product(_some(shape.batch)[::2], firsts, [count]))
     inputs = {name: case.inputs[name] for name in names}
     if shape.kv_dtype is None:
-        for name in ("k_cache", "v_cache"):  # FlexAttention multiplies unused slots by 0
+        for name in _CACHES:  # FlexAttention multiplies unused slots by 0
             inputs[name].nan_to_num_()
     for name, baseline in BASELINES.items():
         calls[name] = _prepared_once(functools.partial(baseline.prepare, shape.op, **inputs))
@@ -211,10 +206,9 @@ _kept: dict[Shape, Problem] = {}
 
 
 def problem_of(shape: Shape, *beside: Shape) -> Problem:
-    """The problem at ``shape``.
+    """The problem at ``shape``, cached.
 
-    It is kept.  Before it is made, all others except ``beside`` are freed, since the inputs of one
-    may fill the card.
+    All cached problems except ``beside`` are freed first, as the inputs of one may fill the card.
     """
     if shape not in _kept:
         release(*beside)
@@ -243,7 +237,7 @@ def run_in_turns(cells: Sequence[Timed]) -> list[dict[str, Any] | Unavailable]:
 
     The calls are timed in turns.  Times are None without a CUDA device.  A cell whose
     implementation cannot run here, or is a baseline that raises, has the reason in place of a row.
-    Raises WrongResult and ImpossibleTime of other implementations.
+    Raises WrongResult and ImpossibleTime of implementations that are no baselines.
     """
     found: list[tuple[Problem, Accuracy] | Unavailable] = []
     for cell in cells:
@@ -280,7 +274,7 @@ def run_in_turns(cells: Sequence[Timed]) -> list[dict[str, Any] | Unavailable]:
 
 
 def _reason(cell: Timed, error: Exception) -> Unavailable:
-    """Why a baseline has no row.  Raises ``error`` if it is not of a baseline."""
+    """Why a baseline has no row.  Raises ``error`` if the cell is no baseline."""
     if isinstance(error, Unavailable):
         return error
     if cell.implementation not in BASELINES:
@@ -319,11 +313,6 @@ def _judged(cell: Timed, *beside: Shape) -> tuple[Problem, Accuracy]:
     if reason := refusal(shape, name):
         raise Unavailable(f"{name}: {reason}")
     problem = problem_of(shape, *beside)
-    if cell.source:
-        other = OTHERS[name]
-        num_splits = other.num_splits(shape.batch, shape.num_kv_heads)
-        prepare = functools.partial(other.load(cell.source.path), problem.case.inputs)
-        problem.implementations[name] = _prepared_once(lambda: prepare(num_splits))
     accuracy = problem.judged(name)
     if not accuracy.passed:
         raise WrongResult(

@@ -1,15 +1,15 @@
-"""``pagelab gpu``: what a GPU can tell in minutes, the most important first.
+"""``pagelab gpu``: experiments and tests for a few minutes on a GPU, the most important first.
 
     python -m experiments gpu --seconds 560
-    python -m experiments gpu --stages tests policies --archive back.tar.gz
+    python -m experiments gpu --stages tests policies
 
-It needs PyTorch, Triton, pandas and pytest, no installation of this repository and no network.  A
-stage is a process with a limit.  It runs experiments, whose cells are stored one by one, or tests.
-So a stage, or all of them, may be killed at any time: what was found stays, and the same command
-goes on.  Meanwhile the other cores compile what later stages launch.
+It needs a checkout with PyTorch, Triton, pandas and pytest, and no network.  A stage is a process
+with a time limit.  It runs tests, or experiments whose cells are stored one by one.  A stage or the
+whole command may be killed at any time: results so far are kept, and the same command resumes.
+Meanwhile the other cores compile the kernels of later stages.
 
-Results are in ``--out``, as of ``pagelab run``, without figures (``pagelab plot`` draws them), and
-``first_contact/summary.md`` shows the predictions beside what was measured.
+Results are in ``--out``, as of ``pagelab run``, without figures (``pagelab plot`` draws them).
+``first_contact/summary.md`` shows predictions and measured values.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import contextlib
 import dataclasses
 import importlib
 import importlib.metadata
+import itertools
 import multiprocessing
 import os
 import platform
 import signal
 import subprocess
 import sys
-import tarfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -37,23 +37,23 @@ from typing import Any
 
 from experiments.bench.shapes import OURS
 from experiments.harness import Absent, run_sweep
+from experiments.harness.environment import REPOSITORY
 from experiments.harness.store import write_atomically
 from experiments.harness.workers import run_here, run_locally
 from experiments.registry import EXPERIMENTS
 
-_ROOT = Path(__file__).parents[2]
 _FORK = multiprocessing.get_context("fork")
-"""A stage inherits what the parent has imported; the parent never touches the GPU."""
-_ARCHIVE_SECONDS = 10
+"""A stage inherits the parent's imports; the parent never touches the GPU."""
+_SUMMARY_SECONDS = 10
 _WENT_WRONG = 3
 """Exit status of a stage in which something was wrong or failed."""
-_AT_ONCE = {signal.SIGKILL: 5}
-_GRACE = {signal.SIGINT: 8, **_AT_ONCE}
+_AT_ONCE: dict[signal.Signals, float] = {signal.SIGKILL: 5}
+_GRACE: dict[signal.Signals, float] = {signal.SIGINT: 8, **_AT_ONCE}
 """On an interrupt a stage writes its tables."""
 
 
 Step = Callable[[Path], Iterator[str]]
-"""Writes results into a folder and yields lines that say what came out."""
+"""Writes results into a folder and yields lines for the log."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Sweep:
     experiment: str
     options: dict[str, Any]
     implementations: tuple[str, ...] = ()
-    """Only these; all if empty."""
+    """Only these; empty means all."""
     jobs: int | None = None
     """Worker processes, which are replaced after an error of the device.  None: the cells run in
     the stage's own process, which saves imports."""
@@ -71,23 +71,23 @@ class Sweep:
     def cells(self) -> Iterator[Any]:
         """The cells on this machine."""
         experiment = EXPERIMENTS[self.experiment]
-        chosen = dataclasses.replace(experiment.options, **self.options)
-        for cell in experiment.checked_cells(chosen):
+        options: Any = experiment.options
+        for cell in experiment.checked_cells(dataclasses.replace(options, **self.options)):
             name = getattr(cell, "implementation", None)
             if isinstance(cell, Absent) or not self.implementations or name in self.implementations:
                 yield cell
 
     def __call__(self, out: Path) -> Iterator[str]:
-        """Run the cells.  Rows that other stages found stay in the table."""
+        """Run the cells.  Rows of other stages stay in the table."""
         own = list(self.cells())
         cells = dict.fromkeys(own)
         for step in (step for _, steps in STAGES.values() for step in steps):
             if isinstance(step, Sweep) and step.experiment == self.experiment:
-                with contextlib.suppress(Exception):  # its own stage will say what is wrong
+                with contextlib.suppress(Exception):  # its own stage will report it
                     cells |= dict.fromkeys(c for c in step.cells() if not isinstance(c, Absent))
         whole = EXPERIMENTS[self.experiment]
         some = dataclasses.replace(whole, cells=lambda _: cells, plot=lambda rows, folder: [])
-        run = partial(run_locally, jobs=self.jobs) if self.jobs else run_here
+        run: Any = partial(run_locally, jobs=self.jobs) if self.jobs else run_here
         report = run_sweep(
             some, whole.options, out=out, execute=lambda ts: run([t for t in ts if t.cell in own])
         )
@@ -104,14 +104,14 @@ def device_tests(*options: str) -> Step:
         parallel = ["-n", str(min(12, os.cpu_count() or 1))] if _has("pytest-xdist") else []
         words = ["pytest", "--on-device", "-q", "--tb=short", "-p", "no:cacheprovider", *parallel]
         command, last = [sys.executable, "-m", *words, *options], ""
-        pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        pipe: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         with (
             (out / "first_contact" / "pytest.txt").open("a", buffering=1) as log,
-            subprocess.Popen(command, cwd=_ROOT, **pipe) as process,
+            subprocess.Popen(command, cwd=REPOSITORY, text=True, **pipe) as process,
         ):
-            # At its limit pytest says what failed so far, if this process goes on reading.
+            # At its limit pytest prints its failures so far, if this process goes on reading.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-            for line in process.stdout:
+            for line in process.stdout or ():
                 log.write(line)
                 last = line.strip() or last
                 if line.startswith(("FAILED", "ERROR")):
@@ -157,9 +157,9 @@ STAGES: dict[str, tuple[float, tuple[Step, ...]]] = {
         Sweep("kernel_accuracy", {"block_size": (16, 24), "head_dim": (64, 128)}, jobs=12),
     )),
 }  # fmt: skip
-"""Seconds that a stage may take, and its steps; in the order of their worth."""
-_LEAST_SHARE = 0.3
-"""Of the seconds of a stage, the share that is worth a start."""
+"""Seconds that a stage may take, and its steps; the most important stage first."""
+_MIN_SHARE = 0.3
+"""A stage starts only if this share of its seconds is left."""
 _UNTIMED = ("ceilings", "smoke", "races", "tests", "accuracy")
 """Stages that do not need idle cores."""
 
@@ -180,7 +180,7 @@ Log = Callable[[str, str], None]
 
 
 def _write(path: Path, began: float, stage: str, text: str) -> None:
-    """A line with its time, on the console and in a file."""
+    """Write a line with its time, on the console and into a file."""
     line = f"{time.time() - began:6.1f} s  {stage}: {text}"
     print(line, flush=True)
     with path.open("a") as file:
@@ -188,7 +188,7 @@ def _write(path: Path, began: float, stage: str, text: str) -> None:
 
 
 def run_stage(name: str, out: Path, log: Log) -> bool:
-    """Run the steps of a stage in this process; an error of one ends this step alone.
+    """Run the steps of a stage in this process.  An error of a step ends this step alone.
 
     Returns whether all went well.
     """
@@ -214,12 +214,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=560, help="for all stages together")
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
     parser.add_argument("--out", type=Path, default=Path("results"))
-    parser.add_argument("--archive", type=Path, help="one file with all results, kept up to date")
     options = parser.parse_args(arguments)
     if not options.seconds > 0:
         parser.error(f"--seconds {options.seconds:g}: needs a number above 0")
-    if options.archive and not options.archive.parent.is_dir():
-        parser.error(f"--archive {options.archive}: there is no folder {options.archive.parent}")
+    if not (REPOSITORY / "tests").is_dir():
+        parser.error(f"needs a checkout of the repository: there is no {REPOSITORY / 'tests'}")
     end = time.monotonic() + options.seconds
     for module in ("torch", "kernels.testing.cases", "models"):  # once, for all stages
         importlib.import_module(module)
@@ -241,40 +240,39 @@ def main(arguments: list[str] | None = None) -> int:
             if name not in _UNTIMED:
                 compiling.join(min(40, max(0, (end - time.monotonic()) / 3)))
                 _end(compiling, _AT_ONCE)
-            most, left = STAGES[name][0], end - time.monotonic() - 5
-            if left < _LEAST_SHARE * most:
+            allowed, left = STAGES[name][0], end - time.monotonic() - 5
+            if left < _MIN_SHARE * allowed:
                 log(name, f"not started: {left:.0f} s are left")
                 continue
             process = _FORK.Process(target=_in_child, args=(name, options.out, log))
             process.start()
-            limit = time.monotonic() + min(most, left)
+            limit = time.monotonic() + min(allowed, left)
             while process.is_alive() and (rest := limit - time.monotonic()) > 0:
-                process.join(min(_ARCHIVE_SECONDS, rest))
-                _summarise(options)
+                process.join(min(_SUMMARY_SECONDS, rest))
+                _summarise(options.out)
             if process.is_alive():
-                log(name, f"cut off after {min(most, left):.0f} s; its cells so far are kept")
+                log(name, f"cut off after {min(allowed, left):.0f} s; its cells so far are kept")
             _end(process, _GRACE)
             statuses.append(process.exitcode)
             if process.exitcode not in (0, _WENT_WRONG):
                 log(name, f"its process died, status {process.exitcode}")
-            _summarise(options)
     finally:
         for child in filter(None, (process, compiling)):
             _end(child, _AT_ONCE)
-    _summarise(options)  # also if no stage had the time to start
+    _summarise(options.out)
     print((folder / "summary.md").read_text())
     return int(any(statuses) or not statuses)
 
 
 def _capability() -> tuple[int, int] | None:
-    """Compute capability of the GPU, None without one."""
+    """Compute capability of the GPU, or None."""
     import torch
 
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
 def _in_child(name: str, out: Path, log: Log) -> None:
-    """A stage, which leads a group of processes and ends with its parent."""
+    """Run a stage as the leader of a process group that ends with its parent."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -283,36 +281,37 @@ def _in_child(name: str, out: Path, log: Log) -> None:
 
 
 def _end_with_parent() -> None:
-    multiprocessing.parent_process().join()
+    if parent := multiprocessing.parent_process():
+        parent.join()
     os.killpg(0, signal.SIGKILL)
 
 
-def _end(process: multiprocessing.Process, signals: dict[int, float]) -> None:
-    """End a process and all that it started, by signals and the seconds that each leaves it."""
-    for how, seconds in signals.items():
+def _end(process: Any, signals: dict[signal.Signals, float]) -> None:
+    """Send a process and its children each signal, and wait some seconds after it."""
+    for number, seconds in signals.items():
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, how)
+            os.killpg(process.pid, number)
         process.join(seconds)
 
 
 def _compile_ahead(stages: list[str], arch: str, log: Log) -> None:
-    """Compile what the sweeps of ``stages`` launch, in their order; nothing is launched."""
+    """Compile the kernels of the sweeps of ``stages``, in their order."""
     os.setsid()
     os.nice(5)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    began, cells = time.time(), []
+    began, cells = time.time(), list[Any]()
     for step in (step for name in stages for step in STAGES[name][1]):
         if isinstance(step, Sweep) and step.jobs in (None, 1):
             with contextlib.suppress(Exception):
                 cells += step.cells()
     usable = min(16, len(os.sched_getaffinity(0)))
     with ProcessPoolExecutor(max(1, usable - 3), _FORK) as pool:
-        count = sum(pool.map(partial(compile_cell, arch), cells))
+        count = sum(pool.map(compile_cell, itertools.repeat(arch), cells))
     log("compile", f"{count} kernels for {arch} in {time.time() - began:.0f} s")
 
 
 def compile_cell(arch: str, cell: Any) -> int:
-    """Compile what our kernels of a cell launch, into Triton's cache; returns their number."""
+    """Compile our kernels of a cell into Triton's cache; returns their number."""
     import torch
 
     from experiments.bench import timed_ops
@@ -326,34 +325,25 @@ def compile_cell(arch: str, cell: Any) -> int:
     cases = [partial(timed_ops.case_of, shape, meta) for shape in shapes]
     cases += [partial(cell.case, "meta")] if hasattr(cell, "case") else []
     for case in cases:
-        with contextlib.suppress(Exception):  # the cell will say what is wrong
+        with contextlib.suppress(Exception):  # the cell will report it
             count += len(compile_call(case().call, ARCHITECTURES[arch]))
     return count
 
 
-def _summarise(options: argparse.Namespace) -> None:
-    """Write the log and the tables of this GPU as one page, and all results to the archive."""
+def _summarise(out: Path) -> None:
+    """Write the log and the tables of this GPU as one page."""
     import pandas as pd
 
-    folder = options.out / "first_contact"
-    found = [f for name in EXPERIMENTS for f in sorted((options.out / name).glob("*/"))]
-    found = [f for f in found if f.name != "cpu"]
+    folder = out / "first_contact"
     text = ["# First contact", "", "```", (folder / "log.txt").read_text(), "```"]
-    for of_gpu in found:
-        columns = _SHOWN.get(of_gpu.parent.name)
-        if not columns:
-            continue
+    tables = [table for name in _SHOWN for table in sorted((out / name).glob("*/rows.csv"))]
+    for table in [table for table in tables if table.parent.name != "cpu"]:
+        *_, experiment, device, _ = table.parts
         with contextlib.suppress(OSError, ValueError):  # there are no rows
-            rows = pd.read_csv(of_gpu / "rows.csv")
-            shown = rows[[column for column in columns if column in rows]].dropna(axis=1, how="all")
-            how = {"float_format": "{:.4g}".format, "na_rep": "", "max_colwidth": 90}
-            title = f"## {of_gpu.parent.name}, {of_gpu.name}"
-            text += ["", title, "", "```", shown.to_string(index=False, **how), "```"]
+            rows = pd.read_csv(table)
+            shown = rows[[column for column in _SHOWN[experiment] if column in rows]]
+            shown = shown.dropna(axis=1, how="all").to_string(
+                index=False, float_format="{:.4g}".format, na_rep="", max_colwidth=90
+            )
+            text += ["", f"## {experiment}, {device}", "", "```", shown, "```"]
     write_atomically(folder / "summary.md", "\n".join(text) + "\n")
-    if options.archive:
-        part = options.archive.with_suffix(".part")
-        with contextlib.suppress(OSError):  # a file that is written meanwhile
-            with tarfile.open(part, "w:gz") as tar:
-                for one in (folder, *found):
-                    tar.add(one, one.relative_to(options.out))
-            part.replace(options.archive)

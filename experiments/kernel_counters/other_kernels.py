@@ -1,7 +1,6 @@
-"""Other projects' Triton attention, loaded from one of their files and called on our inputs, to be
-counted by ``kernel_counters`` or timed by ``kernel_latency``.
+"""SGLang's and vLLM's Triton attention, loaded from one of their files and called on our inputs.
 
-The file is loaded without its package: the few names that it imports from there get stand-ins.
+The file is loaded without its package: stand-ins replace the few names that it imports from there.
 Tried with SGLang 0.5.3 and 0.5.23, vLLM 0.32 and 0.33.
 """
 
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 Prepare = Callable[[dict[str, Any], int], "Callable[[], torch.Tensor]"]
-"""A function of our op's inputs by name and a number of splits. It gives a call that repeats only
-what every layer of a step repeats."""
+"""A function of our op's inputs by name and a number of splits. It returns the call to count."""
 
 
 def sglang_decode(path: Path) -> Prepare:
@@ -68,20 +66,14 @@ def sglang_decode(path: Path) -> Prepare:
     return prepare
 
 
+_SGLANG_CHECKS = "get_device_core_count is_cuda is_gfx95_supported is_gfx1250_supported is_hip"
+
+
 def load_sglang(path: Path) -> types.ModuleType:
-    """The module in a file of SGLang's Triton attention; it imports helpers from beside it."""
+    """The module in a file of SGLang's Triton attention, with helpers from the same folder."""
     prefill = "sglang.srt.layers.attention.triton_ops.prefill_attention"
-    stand_ins = {
-        "sglang.srt.utils": dict.fromkeys(
-            (
-                "get_device_core_count",
-                "is_cuda",
-                "is_gfx95_supported",
-                "is_gfx1250_supported",
-                "is_hip",
-            ),
-            lambda: False,
-        ),
+    stand_ins: dict[str, dict[str, Any]] = {
+        "sglang.srt.utils": dict.fromkeys(_SGLANG_CHECKS.split(), lambda: False),
         "sglang.srt.environ": {"envs": None},
         "sglang.kernels.ops.attention": {"__path__": [str(path.parent)]},
         prefill: {"context_attention_fwd": None},
@@ -184,15 +176,9 @@ class Other(NamedTuple):
     load: Callable[[Path], Prepare]
     """Loads a file."""
     ops: tuple[str, ...]
-    num_splits: Callable[[int, int], int]
-    """Its engine's number of splits for a batch and a number of KV heads."""
 
 
 OTHERS = {
-    "sglang": Other(sglang_decode, ("decode",), lambda batch, num_kv_heads: 8),
-    "vllm": Other(
-        vllm_attention,
-        ("decode", "prefill"),
-        lambda batch, num_kv_heads: 16 if batch <= 128 // num_kv_heads else 1,
-    ),
+    "sglang": Other(sglang_decode, ("decode",)),
+    "vllm": Other(vllm_attention, ("decode", "prefill")),
 }

@@ -1,23 +1,21 @@
-"""Times of the kernels on a GPU, beside flash-attn and PyTorch; without one see ``kernel_time``.
+"""Times of the kernels on a GPU, with those of flash-attn and PyTorch; ``kernel_time`` models them.
 
 - ``decode``: one query per sequence, over batch, context and block size.
 - ``prefill``: (sequences, new tokens of each, context of each), with a cached prefix where the
   context is longer than the new tokens.
 - ``cascade``: decode of sequences that share a prefix. Shared-prefix attention (Hydragen, Juravsky
   et al., 2024; FlashInfer) reads it once, plain decode once for each sequence.
-- ``norm``, ``gate``: the residual sum with its RMSNorm, and SwiGLU, beside PyTorch's.
+- ``norm``, ``gate``: the residual sum with its RMSNorm, and SwiGLU.
 - ``store``: new tokens into random slots. ``copy``: blocks of all layers inside a cache.
-  ``swap_out``, ``swap_in``: the same to pinned host memory and back.
+  ``swap_out``, ``swap_in``: blocks of all layers to pinned host memory and back.
 
-Ours may be tried with other tiles and numbers of splits than those of ``kernels/tiles.py``, see
-``tiles.py``; ``tiles.csv`` ranks them.
+``tiles.py`` tries other tiles and numbers of splits than those of ``kernels/tiles.py``.
 
-A cell first checks its result against fp64 by the rule of ``kernels/testing/accuracy.py`` and
-fails, without a time, where it is wrong. Times are p20, p50 and p80 of the device's clock with a
-cold L2, by replays of a CUDA graph where the work can be captured (``launch``), see
-``bench/gpu_timing.py``. Achieved bytes and operations per second are compared with the ceilings
-that it measures in the same process. Implementations whose names begin with gather_ first copy the
-context, within the time; see ``kernels/testing/baselines.py``.
+A cell first checks its result against fp64 by the rule of ``kernels/testing/accuracy.py``. A wrong
+result has no time. Times are p20, p50 and p80 of the device's clock with a cold L2, by replays of a
+CUDA graph where the work can be captured (``launch``), see ``bench/gpu_timing.py``. Rates are
+compared with the ceilings that are measured in the same process. The times of implementations whose
+names begin with gather_ include a copy of the context, see ``kernels/testing/baselines.py``.
 """
 
 from __future__ import annotations
@@ -26,16 +24,13 @@ import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from experiments.bench.shapes import COPY_ENGINE, OURS, Shape, Timed, use_device
 from experiments.gpu.kernel_latency import figures, tiles
-from experiments.harness import Count, Experiment, InputFile, Needs, Options, Positive
-from experiments.kernel_counters.other_kernels import OTHERS
+from experiments.harness import Count, Experiment, Needs, Options, Positive, one_of
 
-PARTS = ("decode", "prefill", "norm", "gate", "store", "copy", "swap_out", "swap_in")
-PARTS += ("cascade",)
+PARTS = ("decode", "prefill", "norm", "gate", "store", "copy", "swap_out", "swap_in", "cascade")
 PAGED = (OURS, "flash_attn_2", "flash_attn_3", "flex_attention")
 """Attention on the blocks as they are."""
 GATHER = ("gather_sdpa", "gather_cudnn")
@@ -64,26 +59,17 @@ Prefix = Annotated[int, Needs("a multiple of 16", lambda tokens: tokens >= 1 and
 class KernelLatency(Options):
     """The grid: parts x shapes x block sizes x implementations."""
 
-    part: tuple[Literal[PARTS], ...] = PARTS
+    part: tuple[Annotated[str, one_of(PARTS)], ...] = PARTS
     batch: tuple[Count, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     """Sequences of a decode step."""
     context_len: tuple[Count, ...] = (512, 1024, 2048, 4096, 8192, 16384, 32768)
     """Tokens of each sequence of a decode step."""
     block_size: tuple[Count, ...] = (16, 256)
     prefill: tuple[Prefill, ...] = (
-        (1, 512, 512),
-        (1, 2048, 2048),
-        (1, 8192, 8192),
-        (1, 32768, 32768),
-        (4, 2048, 2048),
-        (16, 1024, 1024),
-        (1, 512, 8192),
-        (1, 2048, 32768),
-        (1, 16, 32768),
-        (4, 1024, 8192),
-        (16, 256, 4096),
-        (64, 4, 4096),
-    )
+        (1, 512, 512), (1, 2048, 2048), (1, 8192, 8192), (1, 32768, 32768),
+        (4, 2048, 2048), (16, 1024, 1024), (1, 512, 8192), (1, 2048, 32768),
+        (1, 16, 32768), (4, 1024, 8192), (16, 256, 4096), (64, 4, 4096),
+    )  # fmt: skip
     """Sequences, new tokens of each, and tokens of each with its cached prefix."""
     store_tokens: tuple[Count, ...] = (1, 16, 256, 4096, 16384)
     """New tokens, also of norm and gate."""
@@ -111,10 +97,6 @@ class KernelLatency(Options):
     dtype: Literal["float16", "bfloat16", "float32"] = "bfloat16"
     kv_dtype: Literal["float8_e4m3fn"] | None = None
     """Dtype of the cache; the queries' if None."""
-    sglang: Path | None = None
-    """SGLang's decode_attention.py, to be timed too."""
-    vllm: Path | None = None
-    """vLLM's triton_unified_attention.py (its helpers beside it), to be timed too."""
     budget_ms: Positive = 60.0
     """Device time for the samples of a cell."""
 
@@ -134,8 +116,6 @@ class LatencyCell(Timed):
 
 
 def cells(options: KernelLatency) -> Iterator[LatencyCell]:
-    files = {name: getattr(options, name) for name in OTHERS}
-    sources = {name: InputFile.of(path) for name, path in files.items() if path}
     for part in options.part:
         for shape in _shapes(options, part):
             cell = functools.partial(
@@ -143,9 +123,6 @@ def cells(options: KernelLatency) -> Iterator[LatencyCell]:
             )
             for name in implementations(shape):
                 yield cell(shape=shape, implementation=name)
-            for name, source in sources.items():
-                if part in OTHERS[name].ops:
-                    yield cell(shape=shape, implementation=name, source=source)
             if part in tiles.TABLES:
                 for other, tile in tiles.tried(options, shape):
                     yield cell(shape=other, implementation=OURS, tile=tile)
@@ -161,7 +138,6 @@ def implementations(shape: Shape) -> tuple[str, ...]:
 
 
 def _shapes(options: KernelLatency, part: str) -> Iterator[Shape]:
-    """Shapes of a part."""
     if part == "cascade":
         for prefix_len, batch in itertools.product(options.prefix_len, options.cascade_batch):
             sizes = {"batch": batch, "prefix_len": prefix_len, "block_size": 16}
@@ -206,12 +182,12 @@ EXPERIMENT = Experiment(
     quick=KernelLatency(
         batch=(1, 16, 64, 256),
         context_len=(512, 4096),
+        budget_ms=30.0,
         prefill=((1, 2048, 2048), (4, 1024, 8192)),
         store_tokens=(16, 4096),
         move_tokens=(1024, 4096),
         prefix_len=(1024, 32768),
         cascade_batch=(1, 16, 256),
-        budget_ms=30.0,
     ),
     cells=cells,
     run_cell=run_cell,

@@ -18,8 +18,6 @@ _LOOKS = {
     "gather_sdpa": style.line(style.SKY, "P", "dotted", fill=False),
     "gather_cudnn": style.line(style.GREY, "X", "dotted", fill=False),
     "flex_attention": style.line(style.GREEN, "D"),
-    "sglang": style.line(style.PINK, "v"),
-    "vllm": style.line(style.GREY, "<"),
     "torch": style.line(style.ORANGE, "^"),
     "copy_engine": style.line(style.ORANGE, "^"),
 }
@@ -77,7 +75,7 @@ def _draw_prefill(rows: style.DataFrame) -> style.Figure:
     sizes = rows[size].drop_duplicates()
     sizes = sizes.assign(cached=sizes["context_len"] > sizes["query_len"])
     sizes = sizes.sort_values(["cached", "batch", "context_len"], ascending=[False, True, True])
-    sizes = sizes.assign(place=range(len(sizes)))
+    sizes = sizes.assign(height=range(len(sizes)))
     names = [
         f"{row.batch} x {row.query_len:,}"
         + (f" after {row.context_len - row.query_len:,}" if row.cached else "")
@@ -86,9 +84,9 @@ def _draw_prefill(rows: style.DataFrame) -> style.Figure:
     figure, (axis,), _ = style.panel_grid(1, width=5.2, height=0.7 + 0.33 * len(names))
     drawn = list(lines(rows.merge(sizes, on=size)))
     for index, (look, line) in enumerate(drawn):
-        beside = 0.5 * (0.5 - (index + 0.5) / len(drawn))
+        shift = 0.5 * (0.5 - (index + 0.5) / len(drawn))
         look = {**look, "linestyle": "none"}
-        axis.plot(100 * line["matmul_fraction"], line["place"] + beside, **look)
+        axis.plot(100 * line["matmul_fraction"], line["height"] + shift, **look)
     axis.axvline(100, **style.BOUND, label="bound: bf16 matmul")
     axis.set(xlim=(0, 105), xlabel="operations of visible pairs (% of the measured matmul rate)")
     style.name_rows(axis, names)

@@ -1,12 +1,9 @@
-"""Other tiles and numbers of splits than those of the table, of ours in attention.
+"""Tiles and numbers of splits of our attention other than those of ``kernels/tiles.py``.
 
-The table in ``kernels/tiles.py`` is a plain decision in the source. ``--tile-m``, ``--tile-n``,
-``--num-warps``, ``--num-stages`` and ``--num-splits`` try others at every shape of the parts
-``decode``, ``prefill`` and ``cascade``, beside the table's choice. A tile that needs more than the
-GPU has is absent.
-
-``tiles.csv`` ranks them by their time relative to the table's choice (geometric mean over the
-shapes, so that no shape counts more than another).
+``--tile-m``, ``--tile-n``, ``--num-warps``, ``--num-stages`` and ``--num-splits`` try values at
+every shape of the parts ``decode``, ``prefill`` and ``cascade``, in addition to the table's choice.
+A tile that needs more than the GPU has is absent. ``tiles.csv`` ranks the choices by the geometric
+mean over the shapes of their time over the time of the table's choice.
 """
 
 from __future__ import annotations
@@ -43,7 +40,7 @@ def tried(options: KernelLatency, shape: Shape) -> Iterator[tuple[Shape, tuple[i
 
 
 def run(cell: LatencyCell) -> dict[str, Any]:
-    """Columns of a cell's row: tile, whether it is the table's, and ``timed_ops.run``'s."""
+    """Columns of a cell's row: its tile, ``by_table``, and the columns of ``timed_ops.run``."""
     device = use_device()
     from triton.runtime.errors import OutOfResources
 
@@ -85,15 +82,15 @@ def with_tile(shape: Shape, tile: tuple[int, ...], target: Target) -> Target:
 
     A 0 leaves the choice to the table.
     """
-    changes = {name: n for name, n in zip(TILE, tile, strict=True) if n}
+    changes: dict[str, Any] = {name: n for name, n in zip(TILE, tile, strict=True) if n}
     changed = dataclasses.replace(table_tile(shape, target), **changes)
     return dataclasses.replace(target, tiles=((TABLES[shape.op], changed),))
 
 
 def ranking(rows: style.DataFrame) -> style.DataFrame | None:
-    """Time of each choice over the time of the table's, by op, the fastest first.
+    """Geometric mean time of each choice over that of the table's, by op, the fastest first.
 
-    The mean is geometric.  Choices that failed at one of the shapes are left out.
+    Choices that failed at one of the shapes are left out.
     """
     if rows["by_table"].all():
         return None
