@@ -11,7 +11,7 @@ import pytest
 from manager_helpers import CACHING, NAMES, manager_of, started, used
 
 import cache
-from cache import AllocStatus, CacheManager, Sequence
+from cache import AllocStatus, Sequence
 from cache.serving.request import Request, RequestStats, ScheduledSequence
 from cache.serving.sampling_params import SamplingParams
 from cache.serving.scheduler import Scheduler
@@ -72,16 +72,6 @@ def test_one_lookup_and_no_more_functions_than_the_bar(name):
     functions, files = BARS[name]
     assert len(calls) <= functions, sorted(calls)
     assert len({file for file, _ in calls}) <= files
-
-
-def test_a_manager_has_at_most_thirteen_private_methods():
-    private = [
-        name
-        for name, value in vars(CacheManager).items()
-        if callable(value) and name.startswith("_") and not name.endswith("__")
-        and name not in ("_table_class", "_listener")
-    ]  # fmt: skip
-    assert len(private) <= 13, private
 
 
 @pytest.mark.parametrize("name", CACHING)

@@ -45,6 +45,17 @@ DAMAGES = {
         "content": lambda m, t: m._contents.__setitem__(t.blocks[1], None),
         "fewer cached": lambda m, t: setattr(t, "num_cached_blocks", 1),
         "hashes": lambda m, t: m._hasher.block_hashes(t.seq).reverse(),
+        "not evictable": lambda m, t: m.pool._publish([9], [bytes(8)], 0, 1),
+    },
+    "vllm_v1": {
+        "negative ref_count": lambda m, t: m.pool.ref_counts.__setitem__(9, -1),
+        "free but cached": lambda m, t: m.pool.block_hashes.__setitem__(9, bytes(16)),
+        "released but forgotten": lambda m, t: m.pool._forget([0]),
+        "index": lambda m, t: m.pool.block_hashes.__setitem__(t.blocks[0], None),
+        "free twice": lambda m, t: m.pool._free.append(m.pool._free[0]),
+        "free count": lambda m, t: setattr(m.pool, "num_free_blocks", 3),
+        "lost free block": lambda m, t: m.pool._free.pop(),
+        "uncached in policy": lambda m, t: m.pool.policy.release(m.pool._free.pop()),
     },
     "vllm_v0": {
         "ref_count": lambda m, t: m.gpu.ref_counts.__setitem__(t.blocks[0], 2),

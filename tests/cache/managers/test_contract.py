@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import time
 
 import numpy as np
@@ -71,29 +69,6 @@ def test_unsupported_calls_name_design_and_feature(name, feature):
     assert state_of(manager) == before
 
 
-@pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"]
-)
-@every_manager
-def test_a_copy_goes_on_as_the_original_would(name, duplicate):
-    """Also of long prompts and conversations of many turns, which are linked lists."""
-    managers = [manager_of(name, 8192, 2), duplicate(manager_of(name, 8192, 2))]
-    prompts = [[*range(4 * turn)] for turn in range(1, 300)] + [[7] * 50, [*range(2500), 8]]
-    for number, prompt in enumerate(prompts):
-        tables = []
-        for manager in managers:
-            seq = Sequence(number, prompt)
-            num_cached = manager.allocate(seq)
-            tables.append((num_cached, manager.block_table(seq), manager.stats))
-            if number % 100:
-                manager.free(seq)
-        assert tables[0] == tables[1]
-        if number % 100 == 70:
-            managers[number % 2] = duplicate(managers[0])
-    for manager in managers:
-        manager.check_invariants()
-
-
 @caching_manager
 def test_computed_blocks_precede_the_first_chunk(name):
     manager = manager_of(name)
@@ -143,16 +118,6 @@ def test_a_bad_number_of_tokens_changes_nothing(name):
 
 
 @every_manager
-def test_a_manager_is_printed_with_its_sizes(name):
-    manager = manager_of(name)
-    started(manager, 0, range(9))
-    assert repr(manager) == (
-        f"{type(manager).__name__}(num_blocks=10, block_size=4, "
-        f"num_free_blocks={manager.num_free_blocks}, num_sequences=1)"
-    )
-
-
-@every_manager
 def test_calls_about_unknown_and_known_sequences_are_checked(name):
     manager = manager_of(name)
     seq, unknown = started(manager, 0, range(6)), Sequence(1, range(6))
@@ -196,8 +161,9 @@ def test_sequences_are_identified_by_seq_id(name):
 @every_manager
 def test_statistics_are_a_snapshot_of_what_was_counted(name):
     manager = manager_of(name, 8)
+    sizes = "num_blocks=8, block_size=4, num_free_blocks=8, num_sequences=0"
+    assert repr(manager) == f"{type(manager).__name__}({sizes})"
     before = manager.stats
-    assert before == CacheStats()
     assert before.token_hit_rate == before.block_hit_rate == 0
     used(manager, 0, range(8))
     started(manager, 1, range(11))

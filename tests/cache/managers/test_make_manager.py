@@ -10,21 +10,19 @@ from cache.policies.fifo import FIFO
 @pytest.mark.parametrize(
     ("name", "own"), [("vllm_v1", "xxh3_128"), ("vllm_v0", "xxh3_128"), ("nano_vllm", "xxh64")]
 )
-def test_hash_algorithm_and_its_default(name, own):
+def test_defaults(name, own):
     for asked in ("xxh3_128", "sha256"):
         manager = manager_of(name, hash_algorithm=asked)
         assert manager._hasher.algorithm == (own if asked == "xxh3_128" else asked)
+    for num_blocks, watermark in ((99, 0), (250, 2)):
+        if name == "vllm_v0":
+            assert manager_of(name, num_blocks).watermark_blocks == watermark
 
 
 def test_a_policy_of_the_users_own_file(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("from cache.policies.lru import LRU\n\n\nclass Mine(LRU):\n    name = 'mine'\n")
     assert manager_of("vllm_v1", policy=f"{file}:Mine").pool.policy.name == "mine"
-
-
-def test_the_default_watermark_is_one_percent():
-    assert manager_of("vllm_v0", 99).watermark_blocks == 0
-    assert manager_of("vllm_v0", 250).watermark_blocks == 2
 
 
 ORACLE = {"reservation": "oracle"}

@@ -88,11 +88,10 @@ def test_worked_example(name, options, table, num_evicted):
 def test_worked_example_with_33_tokens_and_16_in_common():
     manager = manager_of(queue_uncached=True)
     after_two_requests(manager, queue_uncached=True)
-    third = Sequence(2, [*range(16), *range(50, 67)])
-    assert manager.allocate(third) == 16
+    third = started(manager, 2, [*range(16), *range(50, 67)])
+    assert third.num_cached_tokens == 16
     assert manager.block_table(third) == [0, 1, 2, 3, 7, 8, 9, 4, 6]
     assert free_queue(manager) == [5]
-    manager.check_invariants()
 
 
 @pytest.mark.parametrize("first_freed", ["a", "b"])

@@ -93,7 +93,7 @@ POLICIES = [
 
 
 class InPython(Safeguarded):
-    """No policy of the package, so the replay does not compile it."""
+    compilable = False
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -135,7 +135,7 @@ def test_blocks_of_a_request_that_calls_a_tool_outlive_others(policy, hits):
     ]
     trace = Trace.from_requests(rows, name="t", block_size=4)
     python = cache.make_policy(policy)
-    python.describing_priority = lambda: None
+    python.compilable = False
     for each in (policy, python):
         assert cache.simulate(trace, policy=each, capacity_blocks=2).hit_blocks == hits
     longer = [(time, 5, 1, ids, facts) for time, _, _, ids, facts in rows]  # a token to compute

@@ -223,9 +223,9 @@ def test_options_of_a_scheduler_are_checked(options, message):
 def test_prefill_first_computes_prompts_or_decodes(budget):
     """A new prompt is computed at once, in chunks of the budget, and no sequence decodes."""
     engine = make_engine(num_blocks=12, max_num_batched_tokens=budget, prefill_first=True)
-    run, steps = engine.runner.run, []
+    steps = []
 
-    def spy(step, manager):
+    def observe(step):
         missing = [seq.num_tokens - seq.num_computed_tokens for seq in step.sequences]
         decodes = [
             count + rest == 1 and seq not in step.admitted
@@ -233,9 +233,8 @@ def test_prefill_first_computes_prompts_or_decodes(budget):
         ]
         assert len(set(decodes)) <= 1
         steps.append(("d" if decodes[0] else "p") if decodes else "")
-        return run(step, manager)
 
-    engine.runner.run = spy
+    engine.on_step = observe
     for length in (17, 6, 11, 9):
         engine.add(prompt(length, length), GREEDY)
         for _ in range(6):
