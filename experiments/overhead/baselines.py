@@ -1,8 +1,8 @@
 """vLLM's own scheduler and cache manager, timed for comparison where vLLM 0.33 can be imported.
 
 They need neither a GPU nor compiled code.  ``pip install --no-deps --target vllm-0.33
-vllm==0.33.0`` installs it, without its dependencies.  Those that its import misses go to the same
-folder (``apache-tvm-ffi`` for ``tvm_ffi``, ``pyzmq`` for ``zmq``).  Put ``vllm-0.33`` in
+vllm==0.33.0`` installs vLLM without its dependencies.  Install missing ones into the same folder
+(``apache-tvm-ffi`` for ``tvm_ffi``, ``pyzmq`` for ``zmq``), and put ``vllm-0.33`` in
 ``PYTHONPATH``.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import time
 from types import SimpleNamespace
+from typing import Any
 
 from experiments.harness import Unavailable
 
@@ -127,7 +128,9 @@ class VLLMScheduler(_VLLM):
 
 
 class VLLMManager(_VLLM):
-    """A KVCacheManager of vLLM, called as its scheduler does."""
+    """vLLM's KVCacheManager, called as by its scheduler."""
+
+    policy = "lru"
 
     def __init__(self, hash_algorithm: str, num_blocks: int, block_size: int) -> None:
         super().__init__(hash_algorithm, num_blocks, block_size)
@@ -142,16 +145,15 @@ class VLLMManager(_VLLM):
             hash_block_size=block_size,
         )
 
-    def make(self, seq_id: int, token_ids: list[int]):
-        """A request of one prompt."""
+    def make(self, seq_id: int, token_ids: list[int]) -> Any:
         return self._request(str(seq_id), token_ids, self._one_token, pooling_params=None)
 
-    def cycle(self, request) -> int:
+    def cycle(self, request: Any) -> int:
         """Number of cached tokens of the prompt."""
         self.phases(request)
         return self._cached_tokens
 
-    def phases(self, request) -> dict[str, float]:
+    def phases(self, request: Any) -> dict[str, float]:
         """Seconds of each phase of one cycle."""
         times = [time.perf_counter()]
         request.block_hashes = self._hasher(request)

@@ -46,7 +46,7 @@ class Engine(Options):
     num_sequences: Axis[Count] = (1, 4, 16, 64, 256, 1024)
     """Requests running."""
     lengths: Lengths = (100, 1024)
-    """Fewest and most tokens of a prompt, and of an output."""
+    """Minimum and maximum length of a prompt, and of an output, in tokens."""
     num_steps: Count = 500
     """Steps that count."""
 
@@ -69,7 +69,9 @@ class _Ours:
         longest = 2 * cell.lengths[1]
         # A power of two, as contiguous reserves them.
         blocks_per_sequence = 1 << (-(-longest // _BLOCK_SIZE) - 1).bit_length()
-        reserved = {"max_model_len": longest} if cell.manager == "contiguous" else {}
+        reserved: dict[str, Any] = {}
+        if cell.manager == "contiguous":
+            reserved["max_model_len"] = longest
         manager = cache.make_manager(
             cell.manager,
             block_size=_BLOCK_SIZE,
@@ -114,15 +116,16 @@ class _Ours:
 
 
 def run_cell(cell: Engine) -> list[dict[str, Any]]:
-    least, most = cell.lengths
+    shortest, longest = cell.lengths
+    engine: _Ours | VLLMScheduler
     if cell.manager == "vLLM":
-        engine = VLLMScheduler(cell.num_sequences, 2 * most, _BLOCK_SIZE)
+        engine = VLLMScheduler(cell.num_sequences, 2 * longest, _BLOCK_SIZE)
     else:
         engine = _Ours(cell)
     generator = np.random.default_rng(cell.seed)
 
-    def sample(least: int = least) -> int:
-        return int(generator.integers(least, most + 1))
+    def sample(minimum: int = shortest) -> int:
+        return int(generator.integers(minimum, longest + 1))
 
     def add(num_output_tokens: int) -> None:
         prompt = generator.integers(_VOCABULARY, size=sample()).tolist()
@@ -136,7 +139,7 @@ def run_cell(cell: Engine) -> list[dict[str, Any]]:
         return seconds
 
     for _ in range(cell.num_sequences):
-        add(sample(1))  # outputs partly done, so that the first requests do not all end together
+        add(sample(1))  # some outputs are shorter, so that the first requests end at other times
     while engine.num_waiting:
         step()
     steps = [step() for _ in range(cell.num_steps)]
@@ -145,8 +148,8 @@ def run_cell(cell: Engine) -> list[dict[str, Any]]:
             "implementation": cell.manager,
             "version": engine.version,
             "num_sequences": cell.num_sequences,
-            "least_tokens": least,
-            "most_tokens": most,
+            "least_tokens": shortest,
+            "most_tokens": longest,
             "steps": cell.num_steps,
             "phase": phase,
             **timing.columns("step", [seconds[phase] for seconds in steps]),

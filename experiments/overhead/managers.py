@@ -1,19 +1,19 @@
 """Cache managers: microseconds per block of hash, look-up, allocate and free, by size of the pool.
 
-A request of 4,096 tokens, half of them a cached prefix shared with others, goes through its cycle:
-hash the prompt, look it up, allocate, free.  The pool is full of other requests' cached blocks, so
-every new block evicts one.  All implementations, vLLM's ``KVCacheManager`` too where vLLM can be
-imported, see the same requests in turn on one core, so a change of the machine's speed affects all
-of them.  A turn is ten requests, so that an implementation finds its own state in the processor's
-caches, as in an engine that schedules many requests a step.
+A request of 4,096 tokens, half of them a cached prefix that other requests share, is hashed, looked
+up, allocated and freed.  The pool is full of cached blocks of earlier requests, so every new block
+evicts one.  All implementations, with vLLM's ``KVCacheManager`` where vLLM can be imported, serve
+the same requests in turn on one core, so a change of the machine's speed affects all of them.  A
+turn is ten requests, so that an implementation finds its own state in the processor's caches, as in
+an engine that schedules many requests a step.
 
 Every second request is timed as a whole (``cycle``).  The others are timed phase by phase.  They
 look up their prompt twice: the second call is ``lookup``, and ``hash`` is the rest of the first.
 ``allocate`` is timed with a third look-up, which is subtracted.  Making the ``Sequence`` is not
 part of a cycle and has rows of its own.
 
-The policy is ``lru``, as in vLLM.  In pools of up to 100,000 blocks ``vllm_v1`` runs with others,
-too: a cheap one and dear ones.
+The policy is ``lru``, as in vLLM.  In pools of up to 100,000 blocks ``vllm_v1`` also runs with
+policies of different cost.
 
 ``managers.csv`` has the ratio of each cycle to vLLM's with the same hash.
 """
@@ -98,11 +98,12 @@ class _Ours:
     ) -> None:
         self.name, self.policy = name, policy
         self.hash_algorithm = hash_algorithm or ""
-        options = {"hash_algorithm": hash_algorithm} if hash_algorithm else {}
-        if policy != "lru":
-            options["policy"] = policy
         self.manager = cache.make_manager(
-            name, num_blocks=num_blocks, block_size=_BLOCK_SIZE, **options
+            name,
+            num_blocks=num_blocks,
+            block_size=_BLOCK_SIZE,
+            policy=policy,
+            hash_algorithm=hash_algorithm or "xxh3_128",
         )
 
     def make(self, seq_id: int, token_ids: list[int]) -> cache.Sequence:
@@ -134,7 +135,7 @@ class _Ours:
 
 
 def run_cell(cell: ManagersCell) -> list[dict[str, Any]]:
-    managers = [
+    managers: list[_Ours | VLLMManager] = [
         _Ours(name, algorithm, cell.pool_blocks)
         for name, algorithms in _OURS.items()
         for algorithm in algorithms
@@ -148,7 +149,9 @@ def run_cell(cell: ManagersCell) -> list[dict[str, Any]]:
                 VLLMManager(algorithm, cell.pool_blocks, _BLOCK_SIZE)
                 for algorithm in HASH_ALGORITHMS
             ]
-    turns = [(manager, defaultdict(list)) for manager in managers]
+    turns: list[tuple[Any, dict[str, list[float]]]] = [
+        (manager, defaultdict(list)) for manager in managers
+    ]
     prompts = _prompts(np.random.default_rng(cell.seed), cell.pool_blocks)
     new_blocks = (_PROMPT_TOKENS - _PREFIX_TOKENS) // _BLOCK_SIZE
     num_filling = -(-2 * cell.pool_blocks // (new_blocks * _REQUESTS_A_TURN)) * _REQUESTS_A_TURN
@@ -167,7 +170,7 @@ def run_cell(cell: ManagersCell) -> list[dict[str, Any]]:
             "implementation": implementation.name,
             "version": implementation.version,
             "hash_algorithm": implementation.hash_algorithm,
-            "policy": getattr(implementation, "policy", "lru"),
+            "policy": implementation.policy,
             "pool_blocks": cell.pool_blocks,
             "requests": cell.pool_requests,
             "phase": phase,
@@ -178,7 +181,7 @@ def run_cell(cell: ManagersCell) -> list[dict[str, Any]]:
     ]
 
 
-def _timed(implementation, number: int, prompt: list[int]) -> dict[str, float]:
+def _timed(implementation: _Ours | VLLMManager, number: int, prompt: list[int]) -> dict[str, float]:
     """Seconds of one request: every second one as a whole, the others phase by phase."""
     begin = time.perf_counter()
     request = implementation.make(number, prompt)

@@ -1,17 +1,16 @@
 """Trace replay: time per block reference of ``cache.simulate``, beside libcachesim.
 
 Both get the same block ids, policy and number of blocks, on one core and in turn, so a change of
-the machine's speed affects both.  Ours is timed without the compilation
+the machine's speed affects both.  Our replay is timed without the compilation
 (``SimulationResult.replay_seconds``).  libcachesim runs ``process_trace``, its C loop over a file
 of its oracleGeneral records with precomputed ids, sizes and next accesses.  Its hash table starts
 at the size that the pool needs, several times faster here than its default of 2**24 buckets.
 
 libcachesim takes one block reference at a time.  Ours takes a request: its blocks stay pinned, and
-the deepest counts as accessed first.  So the hit rates of the two differ a little.  With ``random``
-they differ a lot, since nothing behind a missing block of a prompt hits here.  Both run with their
-default parameters, which are the same.  For requests of one block both hit the same, but for two
-policies: ``random`` has other draws, and ``gdsf`` of libcachesim starts a newcomer from the value
-of an earlier victim.
+the deepest counts as accessed first.  So the hit rates differ a little.  With ``random`` they
+differ a lot, since nothing behind a missing block of a prompt hits here.  Both have the same
+default parameters.  For requests of one block the hits are equal, with two exceptions: ``random``
+draws other victims, and ``gdsf`` of libcachesim starts a newcomer from an earlier victim's value.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ import timeit
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 
 import cache
 from experiments import style
-from experiments.harness import Absent, Axis, Count, Percent, grid
+from experiments.harness import Absent, Axis, Count, Percent, grid, one_of
 from experiments.load import workloads
 from experiments.load.workloads import OnTraces
 from experiments.overhead import timing
@@ -45,7 +44,7 @@ _LOOKS = {"pagelab": style.bar(style.BLUE), "libcachesim": style.bar(style.ORANG
 class Replay(OnTraces):
     """The grid: traces x policies."""
 
-    policy: Axis[Literal[tuple(_LIBCACHESIM)]] = tuple(_LIBCACHESIM)
+    policy: Axis[Annotated[str, one_of(_LIBCACHESIM)]] = tuple(_LIBCACHESIM)
     """Policies to replay: all that libcachesim has, too."""
     capacity_percent: Percent = 10.0
     """Blocks of the replayed pool, in percent of the unique blocks of the trace."""
