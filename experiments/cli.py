@@ -79,16 +79,15 @@ def _app(arguments: list[str]) -> SubcommandApp:
 
     With one experiment, an error in an option suggests options of this experiment only.
     """
-    app, runs, plots = SubcommandApp(), SubcommandApp(), SubcommandApp()
+    app, runs = SubcommandApp(), SubcommandApp()
     quick = "--quick" in arguments
     second = [argument.replace("-", "_") for argument in arguments[1:2]]
     for name in EXPERIMENTS.keys() & second or EXPERIMENTS:
         experiment = EXPERIMENTS[name]
         runs.command(name=name)(_run_command(experiment, quick=quick))
-        plots.command(name=name, help=experiment.figure)(_plot_command(experiment))
     app.command(name="list")(_list)
     app.command(runs, name="run", help="Run an experiment, without the cells that are finished.")
-    app.command(plots, name="plot", help="Draw the figures of an experiment from its table.")
+    app.command(name="plot")(_plot)
     app.command(name="reproduce")(_reproduce)
     app.command(name="report")(_report)
     app.command(name="try")(_try)
@@ -125,32 +124,35 @@ def _run_command(experiment: Experiment, *, quick: bool) -> Callable[..., int]:
     return run
 
 
-def _plot_command(experiment: Experiment) -> Callable[..., int]:
-    def plot(quick: bool = False, out: Path | None = None) -> int:
-        """Draw the figures again from rows.csv, for every device.
+def _plot(
+    experiment: tyro.conf.Positional[str], quick: bool = False, out: Path | None = None
+) -> int:
+    """Draw the figures of an experiment from its table, for every device.
 
-        Args:
-            quick: Draw results/quick.
-            out: Folder of the results. None: results, in the current folder.
-        """
-        folder = _folder(out, quick) / experiment.name
-        tables = sorted(folder.glob("*/rows.csv"))
-        if not tables:
-            raise OptionsError(f"no rows.csv in a folder of {folder}: run the experiment first")
-        for table in tables:
-            try:
-                figures = plot_results(experiment, table.parent)
-            except OSError:
-                raise
-            except Exception as error:  # pandas and matplotlib raise anything for an edited table
-                raise OptionsError(
-                    f"{table}: no figure can be drawn of it ({type(error).__name__}: {error}); run "
-                    "the experiment again if it was edited or is of another version"
-                ) from error
-            print(*figures, sep="\n")
-        return 0
-
-    return plot
+    Args:
+        experiment: Its name.
+        quick: Draw results/quick.
+        out: Folder of the results. None: results, in the current folder.
+    """
+    chosen = EXPERIMENTS.get(experiment.replace("-", "_"))
+    if chosen is None:
+        raise OptionsError(f"{experiment} is unknown; choose from {', '.join(EXPERIMENTS)}")
+    folder = _folder(out, quick) / chosen.name
+    tables = sorted(folder.glob("*/rows.csv"))
+    if not tables:
+        raise OptionsError(f"no rows.csv in a folder of {folder}: run the experiment first")
+    for table in tables:
+        try:
+            figures = plot_results(chosen, table.parent)
+        except OSError:
+            raise
+        except Exception as error:  # pandas and matplotlib raise anything for an edited table
+            raise OptionsError(
+                f"{table}: no figure can be drawn of it ({type(error).__name__}: {error}); run "
+                "the experiment again if it was edited or is of another version"
+            ) from error
+        print(*figures, sep="\n")
+    return 0
 
 
 def _reproduce(

@@ -6,7 +6,6 @@ import importlib.metadata
 import os
 import platform
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -112,17 +111,11 @@ def cpu_model() -> str:
 
 def _gpus() -> list[dict[str, str]]:
     """Name, driver and memory of each NVIDIA GPU."""
-    if shutil.which("nvidia-smi") is None:
+    fields = {"name": "name", "driver": "driver_version", "memory": "memory.total"}
+    query = ["nvidia-smi", f"--query-gpu={','.join(fields.values())}", "--format=csv,noheader"]
+    try:
+        printed = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
         return []
-    fields = ("name", "driver_version", "memory.total")
-    query = subprocess.run(
-        ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-    )
-    if query.returncode:
-        return []
-    return [
-        dict(zip(("name", "driver", "memory"), map(str.strip, line.split(",")), strict=True))
-        for line in query.stdout.splitlines()
-    ]
+    lines = (map(str.strip, line.split(",")) for line in printed.splitlines())
+    return [dict(zip(fields, line, strict=True)) for line in lines]

@@ -40,23 +40,20 @@ def write_report(results: Path, output: Path, experiments: Mapping[str, Experime
         tomllib.loads((_FOLDER / name).read_text().replace(" %", "\u00a0%"))
         for name in ("published.toml", "captions.toml")
     )
-    pages, absent = [], []
+    pages = []
     for name, experiment in experiments.items():
-        notes = published.get(name, [])
-        known = committed(name) if committed(name).exists() else None
-        tables = sorted((results / name).glob("*/rows.csv"))
-        for table in tables:
-            beside = _compare(notes if table == tables[0] else [], table.parent, known)
-            pages.append(_page(experiment, table.parent, beside, captions.get(name, {})))
-        if not tables:
-            absent.append({**_describe(experiment), "published": _compare(notes, None, known)})
+        for number, table in enumerate(sorted((results / name).glob("*/rows.csv"))):
+            notes = [] if number else _compare(published.get(name, []), table.parent, name)
+            pages.append(_page(experiment, table.parent, notes, captions.get(name, {})))
     if not pages:
         raise OptionsError(f"no rows.csv in a folder of {results}: run an experiment first")
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_FOLDER), autoescape=True, trim_blocks=True
     )
     page = environment.get_template("page.html").render(
-        pages=pages, absent=absent, is_committed=results.resolve() == committed("").parent
+        pages=pages,
+        absent=[e for name, e in experiments.items() if name not in {p["name"] for p in pages}],
+        is_committed=results.resolve() == committed("").parent,
     )
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(output, page)
@@ -70,9 +67,15 @@ def _page(
     captions: dict[str, str],
 ) -> dict[str, Any]:
     """The template's values for the results in ``folder``."""
+    # The docstring of an experiment is its question and its method.
+    text = inspect.getdoc(inspect.getmodule(type(experiment.options))) or experiment.figure
+    question, _, method = text.partition("\n\n")
     summaries = sorted({*folder.glob("*.csv")} - {folder / "rows.csv"})
     return {
-        **_describe(experiment),
+        "name": experiment.name,
+        "figure": experiment.figure,
+        "question": _markdown(question.rstrip(".")),
+        "method": _markdown(method),
         "device": folder.name,
         "id": f"{experiment.name}-{folder.name}",
         "environment": json.loads((folder / "environment.json").read_text()),
@@ -82,19 +85,6 @@ def _page(
         ],
         "published": published,
         "tables": [_table(path) for path in (*summaries, folder / "rows.csv")],
-    }
-
-
-def _describe(experiment: Experiment) -> dict[str, Any]:
-    """Name, question and method: the docstring of the experiment."""
-    text = inspect.getdoc(inspect.getmodule(type(experiment.options))) or experiment.figure
-    question, _, method = text.partition("\n\n")
-    return {
-        "name": experiment.name,
-        "figure": experiment.figure,
-        "gpu": experiment.gpu,
-        "question": _markdown(question.rstrip(".")),
-        "method": _markdown(method),
     }
 
 
@@ -140,27 +130,25 @@ def _shorten(text: str) -> str:
     return f"{float(text):.5g}"
 
 
-def _compare(
-    notes: list[dict[str, Any]], folder: Path | None, known: Path | None
-) -> list[dict[str, Any]]:
+def _compare(notes: list[dict[str, Any]], folder: Path, name: str) -> list[dict[str, Any]]:
     """``notes`` of published.toml, in which each value has our numbers and a verdict on them.
 
-    The verdicts are on the committed results ``known`` if there are any, otherwise on ``folder``.
+    The verdicts are on the committed results if there are any, otherwise on ``folder``.
     """
     import pandas as pd
 
     read = functools.cache(pd.read_csv)
 
-    def measured(value: dict[str, Any], folder: Path | None) -> pd.Series:
-        table = folder and folder / value.get("table", "rows.csv")
-        if not table or not table.exists():
+    def measured(value: dict[str, Any], folder: Path) -> pd.Series:
+        table = folder / value.get("table", "rows.csv")
+        if not table.exists():
             return pd.Series(dtype=float)
         found = read(table).query(value["where"], engine="python")[value["column"]]
         return found.nlargest(1) if value.get("take") == "max" else found
 
     def compared(value: dict[str, Any]) -> dict[str, Any]:
         ours = measured(value, folder)
-        judged = measured(value, known) if known else ours
+        judged = measured(value, committed(name)) if committed(name).exists() else ours
         texts = {"ours": _range(ours, value["format"]), "judged": _range(judged, value["format"])}
         return {**value, **texts, "verdict": _verdict(value["published"], judged)}
 

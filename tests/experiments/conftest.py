@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import importlib.util
+import importlib
 import io
-import json
 import os
-import signal
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
@@ -25,52 +22,15 @@ from experiments.harness import sweep
 from experiments.harness.workers import Outcome, Task, execute, run_locally
 from experiments.overhead.launch import Launch
 
-REPOSITORY = Path(__file__).parents[2]
 _SAVE = style.save  # the real one, also in tests that use the fixture drawn
-TINY = Path(__file__).with_name("tiny_experiment.py")
-
-
-class CommandLine:
-    """The command line with the tiny experiment, run in ``folder``."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-
-    def start(self, *arguments: object, tiny: dict) -> subprocess.Popen:
-        return subprocess.Popen(
-            [sys.executable, TINY, *map(str, arguments)],
-            cwd=self.folder,
-            env={**self.environment, "TINY_BEHAVIOUR": json.dumps(tiny)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            # Shells start background jobs, perhaps these tests, with interrupts ignored.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
-
-    def __call__(self, *arguments: object, tiny: dict) -> str:
-        process = self.start(*arguments, tiny=tiny)
-        stdout, stderr = process.communicate(timeout=900)
-        assert process.returncode == 0, stdout + stderr
-        return stdout
-
-
-@pytest.fixture
-def command_line(tmp_path: Path) -> CommandLine:
-    return CommandLine(tmp_path)
 
 
 @pytest.fixture(scope="session")
 def tiny():
     """The module of the tiny experiment, importable by worker processes under its name."""
-    spec = importlib.util.spec_from_file_location("tiny_experiment", TINY)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["tiny_experiment"] = module
-    sys.path.append(str(TINY.parent))
-    spec.loader.exec_module(module)
-    yield module
-    sys.path.remove(str(TINY.parent))
+    sys.path.append(str(Path(__file__).parent))
+    yield importlib.import_module("tiny_experiment")
+    sys.path.pop()
 
 
 TINY_RUNS = {

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
-from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -29,15 +27,6 @@ def refused(capsys):
     return refused
 
 
-def test_make_installs_the_command_for_use_in_any_folder():
-    repository = Path(__file__).parents[2]
-    project = tomllib.loads((repository / "pyproject.toml").read_text())
-    assert project["project"]["scripts"] == {"pagelab": "experiments.__main__:main"}
-    installed = project["tool"]["setuptools"]["packages"]["find"]["include"]
-    assert {"cache*", "experiments*", "kernels*", "models*"} == set(installed)
-    assert "pip install --quiet --no-deps --editable ." in (repository / "Makefile").read_text()
-
-
 def test_list_shows_every_experiment_its_figure_and_whether_it_uses_a_gpu(capsys):
     assert cli.main(["list"]) == 0
     output = capsys.readouterr().out
@@ -55,7 +44,7 @@ def test_an_unknown_experiment_is_refused_naming_the_choices(refused, command):
     error = refused(command, "evicton")
     assert "evicton" in error
     for name in EXPERIMENTS:
-        assert name.replace("_", "-") in error, "either spelling is understood"
+        assert name in error.replace("-", "_"), "either spelling is understood"
 
 
 def test_a_misspelt_option_suggests_those_of_its_experiment_alone(refused):
@@ -125,14 +114,6 @@ def test_run_plot_and_resume(tiny_line, folder):
     assert "3 run, 0 finished earlier, 1 FAILED" in failing.out
     assert "failed: number=1: RuntimeError: this cell raises\n" in failing.err
     assert "Traceback" not in failing.err
-
-
-def test_names_that_are_not_ascii_under_an_ascii_locale(command_line, tmp_path):
-    command_line.environment |= {"LC_ALL": "C", "PYTHONUTF8": "0"}
-    output = command_line("run", "tiny", "--cells", 1, "--out", "é", tiny={})
-    assert "tiny: 1 cells, 1 run" in output
-    environment = json.loads((tmp_path / "é" / "tiny" / "cpu" / "environment.json").read_bytes())
-    assert environment["command"] == "tiny_experiment.py run tiny --cells 1 --out é"
 
 
 @pytest.mark.parametrize("damage", ["", "number\n1\n", "\x80"])

@@ -1,15 +1,20 @@
-"""Sweeps that are killed, with real processes."""
+"""A sweep that is killed, with real processes."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
 import pytest
+
+TINY = Path(__file__).with_name("tiny_experiment.py")
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 600) -> None:
@@ -29,16 +34,28 @@ def alive(process: int) -> bool:
 
 
 @pytest.mark.slow
-def test_a_killed_sweep_continues_where_it_stopped(command_line, journal, tmp_path):
-    """Interrupted, then killed, then run to the end."""
-    folder = tmp_path / "results" / "tiny" / "cpu"
-    behaviour = {"journal": str(tmp_path / "journal")}
-    run = ("run", "tiny", "--cells", 8, "--groups", 8, "--jobs", 2)
+def test_a_killed_sweep_continues_where_it_stopped(journal, tmp_path):
+    """Interrupted, then killed, then run to the end; in a folder é, in an ASCII locale."""
+    folder = tmp_path / "é" / "tiny" / "cpu"
+    options = ["run", "tiny", "--cells", "8", "--groups", "8", "--jobs", "2", "--out", "é"]
     stored = lambda: {path.name for path in folder.glob(".cells/*.json")}  # noqa: E731
+
+    def start(**behaviour: object) -> subprocess.Popen:
+        behaviour["journal"] = str(tmp_path / "journal")
+        env = {**os.environ, "PYTHONPATH": str(TINY.parents[2]), "LC_ALL": "C", "PYTHONUTF8": "0"}
+        return subprocess.Popen(
+            [sys.executable, TINY, *options],
+            cwd=tmp_path,
+            env={**env, "TINY_BEHAVIOUR": json.dumps(behaviour)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            # Shells start background jobs, perhaps these tests, with interrupts ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
 
     for signal_number, status in ((signal.SIGINT, 130), (signal.SIGKILL, -9)):
         before = stored()
-        process = command_line.start(*run, tiny={**behaviour, "sleep": 1.5})
+        process = start(sleep=1.5)
         wait_for(lambda before=before: len(stored() - before) >= 2)
         process.send_signal(signal_number)
         process.communicate()
@@ -52,10 +69,14 @@ def test_a_killed_sweep_continues_where_it_stopped(command_line, journal, tmp_pa
 
     begun = journal()
     times = {name: (folder / ".cells" / name).stat().st_mtime_ns for name in finished}
-    output = command_line(*run, tiny=behaviour)
-    assert f"{8 - len(finished)} run, {len(finished)} finished earlier" in output
+    process = start()
+    output, _ = process.communicate(timeout=900)
+    assert process.returncode == 0, output
+    assert f"{8 - len(finished)} run, {len(finished)} finished earlier" in output.decode()
     assert {n: (folder / ".cells" / n).stat().st_mtime_ns for n in finished} == times
     assert set(journal()) == set(range(8))
     # Only cells that ran when a sweep was killed may have begun again: two in each.
     assert sum(journal().values()) - 8 == sum(begun.values()) - len(finished) <= 4
     assert list(pd.read_csv(folder / "rows.csv")["number"]) == [n for n in range(8) for _ in "ab"]
+    environment = json.loads((folder / "environment.json").read_bytes())
+    assert environment["command"] == f"tiny_experiment.py {' '.join(options)}"

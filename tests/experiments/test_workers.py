@@ -40,7 +40,7 @@ def test_workers_divide_the_groups_among_them(run):
     assert min(len(even), len(odd)) == 1, "at most the end of one group was taken over"
 
 
-@pytest.mark.parametrize("asked", [None, 1, 5])
+@pytest.mark.parametrize("asked", [None, 5])
 def test_workers_share_the_cores_unless_a_number_of_threads_is_asked_for(
     asked, run, tiny, monkeypatch
 ):
