@@ -81,7 +81,7 @@ class Story:
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
-        """Note what a call changes."""
+        """Note the changes that a call makes."""
         users, contents = list(self._blocks.ref_counts), self._contents()
         try:
             yield

@@ -1,1 +1,1 @@
-"""Blocks and what they hold: sequences, block hashes, the block pool, memory use."""
+"""Sequences, block hashes, the pool of blocks, and the use of memory."""

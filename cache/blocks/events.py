@@ -1,6 +1,6 @@
 """Events about cached blocks, for a router that sends a prompt to the replica that has its prefix.
 
-The fields and the order of the events are those of ``vllm.distributed.kv_events`` (0.33).
+Fields and order are as in ``vllm.distributed.kv_events`` (0.33).
 """
 
 from __future__ import annotations

@@ -237,7 +237,7 @@ class BlockPool:
         self.policy.start(self.num_blocks)
         self._holders.clear()
         self._duplicates.clear()
-        self.block_hashes[:] = [None] * self.num_blocks  # others may hold this list
+        self.block_hashes[:] = [None] * self.num_blocks  # in place: a manager may hold this list
         if self.events is not None:
             self.events.append(AllBlocksCleared())
 

@@ -241,7 +241,7 @@ class CacheManager(abc.ABC):
     """The error that interrupted a change; empty while the state is consistent."""
 
     _listener: Callable[[RequestInfo], None] | None = None
-    """The policy's ``tell``; None if the policy does not override it."""
+    """The policy's ``tell``, if the policy overrides it."""
 
     _table_class: ClassVar[type[Table]] = Table
 
@@ -306,7 +306,7 @@ class CacheManager(abc.ABC):
         return (len(seq.token_ids) - 1) // self.block_size
 
     def get_computed_blocks(self, seq: Sequence) -> tuple[list[int], int]:
-        """The cached blocks of the prefix of ``seq``, and how many tokens they hold."""
+        """The cached blocks of the prefix of ``seq``, and the number of their tokens."""
         hit = self.find(seq)
         return list(hit.blocks), hit.num_tokens
 
@@ -365,7 +365,7 @@ class CacheManager(abc.ABC):
         return copies
 
     def allocate(self, seq: Sequence) -> int:
-        """``admit`` all tokens of ``seq``; returns how many leading ones are cached."""
+        """``admit`` all tokens of ``seq``; returns the number of cached ones."""
         hit = self.find(seq)
         self.admit(seq, hit, len(seq.token_ids))
         return hit.num_tokens
@@ -460,7 +460,13 @@ class CacheManager(abc.ABC):
         if child.seq_id in self._tables:
             raise ValueError(f"child: sequence {child.seq_id!r} holds blocks already")
         stored = table.seq.num_computed_tokens
-        _check_shares_content(parent, child, stored)
+        theirs = parent.lora_name, parent.cache_salt, parent.mm_inputs, parent.token_ids[:stored]
+        if theirs != (child.lora_name, child.cache_salt, child.mm_inputs, child.token_ids[:stored]):
+            raise ValueError(
+                f"child: the first {stored} tokens, the adapter, the multi-modal inputs and the "
+                f"salt of sequence {child.seq_id!r} must equal the parent's, sequence "
+                f"{parent.seq_id!r}"
+            )
         copy = self._table_class(child)
         with self._change:
             self.interruption = MIDDLE
@@ -633,15 +639,3 @@ def _checked_lookahead(manager: CacheManager, num_tokens: int) -> int:
     if num_tokens != 0 and not manager.can_look_ahead:
         raise UnsupportedByDesign(manager.name, "num_lookahead_tokens")
     return at_least(0, "num_lookahead_tokens", num_tokens)
-
-
-def _check_shares_content(parent: Sequence, child: Sequence, num_tokens: int) -> None:
-    """Raise ValueError unless the first ``num_tokens`` of both have the same K/V."""
-    same_keys = (child.lora_name, child.cache_salt, child.mm_inputs) == (
-        parent.lora_name, parent.cache_salt, parent.mm_inputs
-    )  # fmt: skip
-    if not same_keys or child.token_ids[:num_tokens] != parent.token_ids[:num_tokens]:
-        raise ValueError(
-            f"child: the first {num_tokens} tokens, the adapter, the multi-modal inputs and the "
-            f"salt of sequence {child.seq_id!r} must equal the parent's, sequence {parent.seq_id!r}"
-        )

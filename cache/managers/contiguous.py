@@ -50,12 +50,12 @@ class Contiguous(CacheManager):
     ``block_size=1`` reserves single slots.
 
     Args:
-        max_model_len: longest sequence, in tokens; None for the length of the longest run.
+        max_model_len: maximum length of a sequence, in tokens; by default the longest run's.
         final_length: returns the number of tokens that a sequence will have in the end; required by
             ``"oracle"``.  With it ``"pow2"`` reserves once, as in the paper.  Without it ``"pow2"``
-            rounds up the tokens generated so far; a reservation that is too small joins its free
-            buddies, or moves if they are in use, and ``append`` then returns the copies.  ``"max"``
-            uses it for ``memory_usage`` only.
+            rounds up the tokens generated so far.  A reservation that has become too small joins
+            its free buddies.  If they are in use it moves, and ``append`` returns the copies.
+            ``"max"`` uses it for ``memory_usage`` only.
 
     Sequences longer than ``max_model_len`` or their ``final_length`` raise ValueError, except that
     ``can_allocate`` returns NEVER.  Neither prefixes nor forks are shared.
@@ -114,8 +114,8 @@ class Contiguous(CacheManager):
         """Slots of the cache by use.
 
         Without ``final_length`` all unwritten slots of a reservation count as reserved.  Free slots
-        are externally fragmented if they are enough for the reservation of ``waiting`` (None:
-        ``max_model_len`` tokens), but not in one run.
+        are externally fragmented if they are enough for the reservation of ``waiting`` (by default
+        of ``max_model_len`` tokens), but not in one run.
         """
         length = self.max_model_len if waiting is None else self._reservation(waiting)[0]
         free = self._buddy.num_free

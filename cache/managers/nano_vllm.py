@@ -15,18 +15,14 @@ from cache.policies.lru import LRU
 
 @dataclass(slots=True, eq=False)
 class _Content:
-    """The tokens and extra keys of a full block, and the content of the block before it."""
+    """The tokens and extra keys of a full block, linked to the content of the block before it."""
 
     token_ids: array
     extra_keys: list[ExtraKey]
     parent: _Content | None
 
-    def __getstate__(self) -> tuple[None, dict]:
-        """Without the parent, which the manager restores: a copy would recurse along a prompt."""
-        return None, {"token_ids": self.token_ids, "extra_keys": self.extra_keys}
-
     def equals(self, other: _Content) -> bool:
-        """Whether both are equal, and so are all blocks before them."""
+        """Whether both have equal tokens and keys, and so do all blocks before them."""
         mine: _Content | None = self
         its: _Content | None = other
         while mine is not its:
@@ -54,8 +50,7 @@ class NanoVLLM(PooledManager):
     docs/deviations.md lists the differences from the original, which hands out the same tables.
 
     ``policy`` orders the free blocks in place of the deque, whose order is ``"lru"``.  With another
-    policy, blocks without findable content are taken first.  No fork, swap or reset.  Raises
-    ValueError for an unknown policy or algorithm.
+    policy, blocks without findable content are taken first.  No fork, swap or reset.
     """
 
     name = "nano_vllm"
@@ -66,19 +61,6 @@ class NanoVLLM(PooledManager):
         super().__init__(options)
         self.pool.queue_uncached = isinstance(self.pool.policy, LRU)
         self._contents: list[_Content | None] = [None] * self.num_blocks  # when last hashed
-
-    def __getstate__(self) -> tuple[dict, dict]:
-        parents: dict[_Content, _Content | None] = {}
-        for content in self._contents:
-            while content and content not in parents:
-                parents[content] = content.parent
-                content = content.parent
-        return self.__dict__, parents
-
-    def __setstate__(self, state: tuple[dict, dict]) -> None:
-        self.__dict__, parents = state
-        for content, parent in parents.items():
-            content.parent = parent
 
     def check_invariants(self) -> None:
         super().check_invariants()

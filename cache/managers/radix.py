@@ -29,9 +29,9 @@ class _Table(Table):
 class Radix(CacheManager):
     """Prefix caching by a radix tree over blocks (``RadixCache`` of SGLang, NeurIPS 2024).
 
-    * A prompt follows the tree as far as it matches, at most to its last token but one, and locks
-      that path.  If too few blocks are free, unlocked leaves are evicted whole, chosen by the
-      policy; their parents may be the next.
+    * The longest path of the tree that matches a prompt, up to its last token but one, is locked.
+      If too few blocks are free, the policy chooses unlocked leaves, which are evicted whole; their
+      parents may follow.
     * The full blocks of a prompt enter the tree when they are allocated, so that equal prompts of
       one step share them.  Blocks filled by decoding enter when the sequence is freed; duplicates
       of blocks in the tree are freed.  Tables only grow: two sequences that compute the same block
@@ -39,8 +39,8 @@ class Radix(CacheManager):
     * Tokens are compared, nothing is hashed.  The LoRA adapter, the salt and multi-modal inputs are
       part of the path from the block in which they begin.
     * ``fork`` shares the blocks outside the tree by reference counts.  The first append to a
-      shared, partly filled block copies it.  The last of the sharing sequences to be freed brings
-      these blocks into the tree.
+      shared, partly filled block copies it.  These blocks enter the tree when the last sequence
+      that shares them is freed.
 
     docs/deviations.md lists the differences from SGLang.
 

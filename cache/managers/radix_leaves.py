@@ -1,8 +1,8 @@
 """The nodes of a radix tree, and the order in which a policy evicts its leaves.
 
 SGLang ranks unlocked leaves by one number per node (its eviction strategies) and makes a heap of
-them at each eviction.  Here the heap is kept.  Other policies keep a structure of their own and see
-a node as its last block.
+them at each eviction.  Here the heap is kept.  Policies with a structure of their own see a node as
+its last block.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class RadixNode:
         blocks: block ids, ``array('i')``; empty for the root only.
         depth: position of its first block in the prompt, in blocks.
         lock_ref: users of this node and of all nodes below; evictable if 0.
-        accessed, inserted, accesses: times of the last and the first unlock; number of unlocks.
+        accessed, inserted: times of the last and the first unlock.
+        accesses: number of unlocks.
     """
 
     parent: RadixNode | None
@@ -42,19 +43,14 @@ class RadixNode:
     inserted: int = 0
     accesses: int = 0
 
-    def __getstate__(self) -> tuple[None, dict]:
-        """Without links, which the tree restores: a copy would recurse from node to node."""
-        names = set(self.__slots__) - {"parent", "children"}
-        return None, {name: getattr(self, name) for name in names}
-
 
 class RankedLeaves:
     """Leaves ranked by a policy that is a plain function of a node's history.
 
     Leaves are the evictable nodes of a tree: unlocked and without children.  A node's history
     continues while it has children, and both parts of a split node keep it.  A node that becomes a
-    leaf because its last child was evicted keeps its age.  Among equals the node accessed longest
-    ago goes first, as in SGLang's ``lfu``, then the one that became evictable first.
+    leaf because its last child was evicted keeps its age.  Ties go to the node that was accessed
+    longest ago, as in SGLang's ``lfu``, then to the first that became evictable.
     """
 
     def __init__(self, policy: PriorityPolicy) -> None:
@@ -101,9 +97,9 @@ class RankedLeaves:
 
 
 class PolicyLeaves:
-    """Leaves kept by a policy with a structure of its own (queues, ghost lists, a generator).
+    """Leaves of a policy with a structure of its own (queues, ghost lists, a generator).
 
-    A node has the id of its last block, which stays with the lower part of a split.  All uses until
+    The id of a node is its last block, which stays with the lower part of a split.  All uses until
     a node becomes evictable again count as one access.
     """
 
@@ -148,7 +144,7 @@ def make_leaves(policy: EvictionPolicy, capacity: int) -> RankedLeaves | PolicyL
 
 
 def _content_key(node: RadixNode | None) -> bytes | None:
-    """Digest of the prefix that ends with ``node``, independent of splits; None for a root."""
+    """Digest of the prefix that ends with ``node``, independent of splits.  A root has none."""
     path: list[bytes] = []
     while node is not None and node.parent is not None:
         path += [node.key, node.extra]

@@ -42,28 +42,28 @@ class _Table(Table):
 
 
 _Growth = tuple[int, bytes | None, int | None, int | None]
-"""How one logical block changes when its sequence grows: its position, its hash if it is full
-afterwards, its present physical block, and the block that already holds this content."""
+"""A logical block of a sequence that grows: its position, its hash if it is full afterwards, its
+present physical block, and the block that already holds this content."""
 
 
 class VLLMv0(CacheManager):
     """``BlockSpaceManagerV1`` of vLLM 0.5.4 (``block_manager_v1.py`` and ``evictor_v1.py``).
 
-    * The GPU and the CPU have an allocator each.  With prefix caching a full block is named by its
-      hash and a partly filled one by a unique placeholder.  Both are taken fresh first, then from
-      the LRU evictor.  Without prefix caching the free blocks are a stack.
+    * The GPU and the CPU have an allocator each.  With prefix caching the name of a full block is
+      its hash, and a partly filled block has a unique placeholder.  Unused blocks are taken first,
+      then the LRU evictor's.  Without prefix caching the free blocks are a stack.
     * A sequence shares every full block whose hash is in use or with the evictor.  Such a block is
       a *computed* hit once the step that fills it is over: after ``mark_blocks_as_computed``, or
       from the next ``append``, ``free`` or ``swap_out`` of its sequence on.  Until then a sequence
       with the same prompt shares the block and writes the same K/V to it.  The last block of a
-      table is never a hit, so a fully cached prompt has that block computed again.
-    * *Promotion*: when a token fills a block and another block with the resulting hash exists, the
+      table is never a hit, so that block of a fully cached prompt is computed again.
+    * *Promotion*: when a token fills a block and the resulting hash belongs to another block, the
       sequence switches to that block and frees its own.
     * A shared, partly filled block is copied by the first append to it.
     * ``can_allocate`` keeps ``int(watermark * num_blocks)`` blocks free for running sequences and
       counts hits as new blocks.  ``allocate`` and ``append`` may use all blocks.
-    * Sequences that are swapped out one by one keep sharing blocks, on either device.  Only blocks
-      that the other device lacks are copied.
+    * Sequences that are swapped out one by one keep sharing blocks, on either device.  A swap
+      copies only blocks whose content is not there yet.
     * With ``sliding_window`` (tokens that a query sees, itself included) a sequence has
       ``ceil(sliding_window / block_size)`` blocks and uses them in turn.  Its block table repeats
       them.  If several tokens of a step share a slot, only the last may be stored.
@@ -78,8 +78,8 @@ class VLLMv0(CacheManager):
         watermark: share of the GPU blocks, in [0, 1).
         sliding_window: refused together with prefix caching (UnsupportedByDesign).  Without prefix
             caching, any ``policy`` but ``"lru"`` is refused.
-        clock: time of an allocation or an append.  Sequences with the same time were scheduled
-            together and tie in the evictor.  By default each call has a time of its own.
+        clock: returns the time of an allocation or an append.  Sequences with the same time were
+            scheduled together and tie in the evictor.  By default each call has its own time.
 
     Raises ValueError for values out of range and for a digest below 128 bits.
     """
@@ -151,29 +151,18 @@ class VLLMv0(CacheManager):
         Until it is back only ``swap_in``, ``free`` and ``block_table`` (of host blocks) accept
         ``seq``.  Raises OutOfBlocks.
         """
-        table = self._table_on_device(seq)
-        check_free(self._num_missing_there(table, self.gpu, self.cpu), self.cpu.num_free_blocks)
-        with self._change:
-            self._name(table)
-            self.interruption = MIDDLE
-            self._mark_as_computed(table)
-            return self._move(table, self.gpu, self.cpu)
+        return self._swap(self._table_on_device(seq))
 
     def swap_in(self, seq: Sequence) -> Copies:
         """Move ``seq`` back; returns the (host block, device block) pairs to copy now.
 
         Raises OutOfBlocks.
         """
-        table = self._table_on_host(seq)
-        check_free(self._num_missing_there(table, self.cpu, self.gpu), self.gpu.num_free_blocks)
-        with self._change:
-            self.interruption = MIDDLE
-            return self._move(table, self.cpu, self.gpu)
+        return self._swap(self._table_on_host(seq))
 
     def can_swap_out(self, seq: Sequence) -> bool:
         """Whether ``swap_out(seq)`` would find enough free host blocks.  Changes nothing."""
-        table = self._table_on_device(seq)
-        return self._num_missing_there(table, self.gpu, self.cpu) <= self.cpu.num_free_blocks
+        return self._num_missing(self._table_on_device(seq)) <= self.cpu.num_free_blocks
 
     def can_swap_in(self, seq: Sequence) -> AllocStatus:
         """Whether the blocks of ``seq`` and one more are free above the watermark.
@@ -189,10 +178,11 @@ class VLLMv0(CacheManager):
     def check_invariants(self) -> None:
         super().check_invariants()
         for allocator in (self.gpu, self.cpu):
-            tables = [t for t in self._tables.values() if self._allocator(t) is allocator]
+            tables = [t for t in self._tables.values() if self._devices(t)[0] is allocator]
             allocator.check_invariants(Counter(chain.from_iterable(t.blocks for t in tables)))
         for seq_id, table in self._tables.items():
-            allocator, blocks, noted = self._allocator(table), table.blocks, table.num_named_tokens
+            (allocator, _), blocks = self._devices(table), table.blocks
+            noted = table.num_named_tokens
             keys = [allocator.keys[block] for block in blocks]
             num_hashed = noted // self.block_size if self.enable_prefix_caching else 0
             require(
@@ -266,10 +256,9 @@ class VLLMv0(CacheManager):
         copy.last_accessed = table.last_accessed
 
     def _release(self, table: _Table) -> None:
-        if not table.is_swapped_out:
-            self._name(table)
+        self._name(table)
         self._mark_as_computed(table)
-        self._allocator(table).release(table.blocks, table.last_accessed)
+        self._devices(table)[0].release(table.blocks, table.last_accessed)
 
     def _num_blocks_for(self, num_slots: int) -> int:
         num_logical = -(-num_slots // self.block_size)
@@ -281,8 +270,9 @@ class VLLMv0(CacheManager):
             raise ValueError(f"sequence {seq.seq_id!r} is not swapped out")
         return table
 
-    def _allocator(self, table: _Table) -> BlockAllocator:
-        return self.cpu if table.is_swapped_out else self.gpu
+    def _devices(self, table: _Table) -> tuple[BlockAllocator, BlockAllocator]:
+        """The device that holds ``table``, and the device to which a swap would move it."""
+        return (self.cpu, self.gpu) if table.is_swapped_out else (self.gpu, self.cpu)
 
     def _plan(self, table: _Table, end: int) -> list[_Growth]:
         """The logical blocks for the new tokens before ``end``, each physical block once."""
@@ -340,40 +330,45 @@ class VLLMv0(CacheManager):
     def _key_before(self, table: _Table, position: int) -> ContentKey | None:
         return self.gpu.keys[table.blocks[position - 1]] if position else None
 
-    def _move(self, table: _Table, source: BlockAllocator, target: BlockAllocator) -> Copies:
-        """Replace the blocks of ``table`` in ``source`` by blocks of ``target``."""
-        keys: list[Any] = [source.keys[block] for block in table.blocks]
-        found = [target.block_with(key) for key in keys]
-        for block in found:
-            if block is not None:
-                target.share(block)
-        copies: Copies = []
-        moved: list[int] = []
-        for position, (block, key) in enumerate(zip(found, keys, strict=True)):
-            if block is None:
-                block = target.take(key, keys[position - 1] if position else None, position)
-                copies.append((table.blocks[position], block))
-            elif isinstance(key, bytes) and not target.computed[block]:
-                copies.append((table.blocks[position], block))  # its own step is not over
-            target.computed[block] = isinstance(key, bytes)
-            moved.append(block)
-        source.release(table.blocks, table.last_accessed)
-        table.blocks, table.is_swapped_out = moved, target is self.cpu
-        self._version += 1
-        table.seq.table_version += 1
-        return copies
-
-    def _num_missing_there(
-        self, table: _Table, source: BlockAllocator, target: BlockAllocator
-    ) -> int:
-        """Free blocks of ``target`` that moving ``table`` from ``source`` takes."""
+    def _num_missing(self, table: _Table) -> int:
+        """Free blocks of the target device that a swap of ``table`` takes."""
+        source, target = self._devices(table)
         found = [target.block_with(source.keys[block]) for block in table.blocks]
         return sum(block is None or target.ref_counts[block] == 0 for block in found)
+
+    def _swap(self, table: _Table) -> Copies:
+        """Replace the blocks of ``table`` by blocks of the target device."""
+        source, target = self._devices(table)
+        check_free(self._num_missing(table), target.num_free_blocks)
+        with self._change:
+            self._name(table)
+            self.interruption = MIDDLE
+            self._mark_as_computed(table)
+            keys: list[Any] = [source.keys[block] for block in table.blocks]
+            found = [target.block_with(key) for key in keys]
+            for block in found:
+                if block is not None:
+                    target.share(block)
+            copies: Copies = []
+            moved: list[int] = []
+            for position, (block, key) in enumerate(zip(found, keys, strict=True)):
+                if block is None:
+                    block = target.take(key, keys[position - 1] if position else None, position)
+                    copies.append((table.blocks[position], block))
+                elif isinstance(key, bytes) and not target.computed[block]:
+                    copies.append((table.blocks[position], block))  # its own step is not over
+                target.computed[block] = isinstance(key, bytes)
+                moved.append(block)
+            source.release(table.blocks, table.last_accessed)
+            table.blocks, table.is_swapped_out = moved, target is self.cpu
+            self._version += 1
+            table.seq.table_version += 1
+        return copies
 
     def _mark_as_computed(self, table: _Table) -> None:
         if self.enable_prefix_caching:
             first, last = table.num_computed_blocks, table.num_named_tokens // self.block_size
-            computed = self._allocator(table).computed
+            computed = self._devices(table)[0].computed
             for block in table.blocks[first:last]:
                 computed[block] = 1
             table.num_computed_blocks = last

@@ -17,10 +17,10 @@ ContentKey = bytes | int
 class LRUEvictor(EvictionPolicy):
     """vLLM's ``LRUEvictor``: oldest ``last_accessed`` first, then the largest number of tokens.
 
-    A block is accessed when a sequence that holds it is scheduled, not when it is freed.  Among
-    equally old blocks the deepest in its prompt goes first; further ties go by the order of
-    release.  The original scans the oldest blocks and assumes that times rise in the order of
-    release.  This is exact for any times, and O(log n) amortised.
+    A block is accessed when a sequence that holds it is scheduled, not when it is freed.  Equally
+    old blocks are evicted by falling depth, then in the order of release.  The original scans the
+    oldest blocks and assumes that times rise in the order of release.  This evictor is exact for
+    any times, and O(log n) amortised.
     """
 
     name = "lru"
@@ -66,20 +66,19 @@ class LRUEvictor(EvictionPolicy):
 class BlockAllocator:
     """The blocks of one device, GPU or CPU: their users and their content.
 
-    Every block in use has a content key.  By these keys, a sequence that moves to the other device
-    finds blocks whose content is already there.  A block without a user keeps the hash of its
-    content, and belongs to the evictor, until it is taken again.  Content with a number is dropped
-    at once.
+    Every block in use has a content key.  By these keys, a sequence that moves between the devices
+    finds content that is already there.  A block without a user keeps the hash of its content, and
+    belongs to the evictor, until it is taken again.  Content with a number is dropped at once.
 
     With ``caching`` (vLLM's ``CachedBlockAllocator``) blocks are taken in the order 0, 1 ..., then
     from the evictor.  Without it (``UncachedBlockAllocator``) all content has numbers, and the
     block that was released last is taken first.
 
     Attributes:
-        ref_counts: number of tables that hold each block; read-only to others.
-        keys: content key of each block, None for a block without content; read-only to others.
+        ref_counts: number of tables that hold each block; only the allocator writes it.
+        keys: content key of each block, None without content; only the allocator writes it.
         computed: 1 for blocks whose content was computed by a finished step.
-        counts: ``allocated_blocks``, and how many of them lost a hash (``evicted_blocks``).
+        counts: ``allocated_blocks``, and ``evicted_blocks``: allocations that overwrote a hash.
     """
 
     def __init__(self, num_blocks: int, evictor: EvictionPolicy, caching: bool) -> None:
@@ -103,7 +102,7 @@ class BlockAllocator:
         return len(self._stack) + len(self.evictor)
 
     def block_with(self, key: ContentKey | None) -> int | None:
-        """The block with the content ``key``, in use or with the evictor; None if there is none."""
+        """The block with the content ``key``, in use or with the evictor."""
         return self._index.get(key)
 
     def free_blocks(self) -> list[int]:
@@ -181,10 +180,7 @@ class BlockAllocator:
         return self._queue_uncached or self.keys[block] is not None
 
     def check_invariants(self, users: dict[int, int]) -> None:
-        """Raise AssertionError unless all is consistent and ``users`` are the reference counts.
-
-        Every block is free, with the evictor or in use, and nothing twice; keys and index agree.
-        """
+        """Raise AssertionError unless all is consistent and ``users`` are the reference counts."""
         free = self.free_blocks()
         require(
             len(free) == len(set(free)) == self.num_free_blocks,

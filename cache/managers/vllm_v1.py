@@ -18,8 +18,8 @@ class VLLMv1(PooledManager):
       computed again.
     * Hits leave the free queue before anything is taken from it.  A cached block loses its content
       only when it is taken again.  Blocks return in reverse order, so the tail of a prompt is
-      evicted before its head.  Blocks without a hash return to the front of the queue, whatever the
-      policy; with ``queue_uncached`` they wait in line with the cached ones, as in older vLLM v1.
+      evicted before its head.  Blocks without a hash return to the front of the queue, with any
+      policy.  With ``queue_uncached`` they queue with the cached blocks, as in older vLLM v1.
     * A full block can be found when the step that computes it is scheduled, because every layer
       stores K/V of the whole batch before any sequence of the batch reads them.
     * Tables only grow.  Two sequences that compute the same block side by side keep both copies.
@@ -30,12 +30,9 @@ class VLLMv1(PooledManager):
       blocks in the window of the first new token are cached.
     * ``fork`` shares all stored blocks.  The first append to a shared, partly filled block copies
       it (copy-on-write of the PagedAttention paper).
-    * ``enable_kv_cache_events``: ``take_events`` says which blocks were cached and lost.
+    * ``enable_kv_cache_events``: ``take_events`` returns the blocks that were cached and lost.
 
     docs/deviations.md lists the differences from vLLM.
-
-    ``policy`` is the name of an eviction policy or an object, which then belongs to this manager.
-    Raises ValueError for an unknown policy or algorithm, and for a digest below 128 bits.
     """
 
     name = "vllm_v1"

@@ -8,8 +8,8 @@ Four parts, chosen with ``--part``; the file of each in ``experiments/overhead``
 * ``engine``: the scheduler's part of an engine step, beside vLLM's scheduler.
 
 Times are in microseconds per unit of work: columns ``us`` (median), ``us_p20``, ``us_p80`` and
-``us_mean``, with the unit in ``per``.  Columns that a part does not have are empty.  Other systems
-take part where they can be imported (``baselines.py`` says how to install them).
+``us_mean``, with the unit in ``per``.  Columns that a part does not have are empty.  Systems for
+comparison take part where they can be imported (``baselines.py`` says how to install them).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def run_cell(cell: Options) -> list[dict[str, Any]]:
 
 
 def _of(part: str, make: Callable[[style.DataFrame], Any]) -> Callable[[style.DataFrame], Any]:
-    """``make`` on the rows of a part; None without any."""
+    """``make`` on the rows of a part, if there are rows."""
 
     def made(rows: style.DataFrame) -> Any:
         rows = rows[rows["part"] == part]

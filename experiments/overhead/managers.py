@@ -7,8 +7,8 @@ the same requests in turn on one core, so a change of the machine's speed affect
 turn is ten requests, so that an implementation finds its own state in the processor's caches, as in
 an engine that schedules many requests a step.
 
-Every second request is timed as a whole (``cycle``).  The others are timed phase by phase.  They
-look up their prompt twice: the second call is ``lookup``, and ``hash`` is the rest of the first.
+Odd requests are timed phase by phase, even ones as a whole (``cycle``).  Odd requests look up their
+prompt twice: the second call is ``lookup``, and ``hash`` is the first call without a look-up.
 ``allocate`` is timed with a third look-up, which is subtracted.  Making the ``Sequence`` is not
 part of a cycle and has rows of its own.
 
@@ -182,7 +182,7 @@ def run_cell(cell: ManagersCell) -> list[dict[str, Any]]:
 
 
 def _timed(implementation: _Ours | VLLMManager, number: int, prompt: list[int]) -> dict[str, float]:
-    """Seconds of one request: every second one as a whole, the others phase by phase."""
+    """Seconds of one request: of its phases if ``number`` is odd, else of the whole cycle."""
     begin = time.perf_counter()
     request = implementation.make(number, prompt)
     made = time.perf_counter()

@@ -1,8 +1,8 @@
 """A Hypothesis state machine that drives any cache manager beside a simple model of its blocks.
 
-The model stores the content of each slot.  K/V of a position depend on all tokens up to it and on
-the extra keys, so these are its content.  Writing a token writes its slot; a copy copies a block's
-slots.  After every step
+The model stores the content of each slot: all tokens up to its position and the extra keys, which
+its K/V depend on.  Writing a token writes its slot, and a copy copies all slots of a block.  After
+every step
 
 - every stored token of every live sequence is unchanged when read through its block table,
 - a cached prefix holds exactly the requested content,
@@ -52,7 +52,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return 0 if self.window is None else max(0, num_tokens - self.window + 1)
 
     def make_manager(self, data, num_blocks: int, block_size: int):
-        """The manager under test, of ``num_blocks`` blocks of ``block_size`` tokens."""
+        """The manager under test."""
         raise NotImplementedError
 
     def expected_hits(self, seq: Sequence) -> int | None:
@@ -250,47 +250,35 @@ class ManagerMachine(RuleBasedStateMachine):
     def allocate_new(self, data):
         self.allocate(self.new_sequence(data))
 
-    def decode(self, live: Live, tokens: list[int]) -> bool:
-        """Append generated ``tokens``; whether the sequence then has tokens without a slot."""
-        for token in tokens[: self.tokens_to_come(live.seq)]:
-            live.seq.append_token(token)
-        return live.stored < live.seq.num_tokens
-
     @rule(data=st.data(), tokens=st.lists(TOKENS, min_size=1, max_size=1) | st.lists(TOKENS))
     @precondition(lambda self: self.live)
     def append(self, data, tokens):
+        """Decoded tokens, accepted drafts, or the next chunk of a prompt."""
         live = self.pick(data)
-        if not self.decode(live, tokens):
+        seq, start, table = live.seq, live.stored, live.table
+        for token in tokens[: self.tokens_to_come(seq)]:
+            seq.append_token(token)
+        if start == seq.num_tokens:
             return
-        possible = self.manager.can_append(live.seq)
-        end = live.seq.num_tokens
-        copies = self.attempt(live, end, lambda: self.manager.append(live.seq))
-        assert possible == (copies is not None)
-        if copies is not None:
-            self.write(live, end, copies)
+        ends = st.just(start + 1) | st.integers(start + 1, seq.num_tokens)
+        end = data.draw(st.none() | ends, label="end")
+        ahead = data.draw(st.sampled_from([0, 0, 1, 5]), label="ahead")
+        ahead = ahead if end and self.manager.can_look_ahead else 0
+        version, possible = seq.table_version, self.manager.can_append(seq)
 
-    @rule(data=st.data(), tokens=st.lists(TOKENS, min_size=1, max_size=3))
-    @precondition(lambda self: self.live)
-    def allocate_slots(self, data, tokens):
-        """Chunks and decoded tokens."""
-        live = self.pick(data)
-        if not self.decode(live, tokens):
-            return
-        ends = st.just(live.stored + 1) | st.integers(live.stored + 1, live.seq.num_tokens)
-        end = data.draw(ends, label="end")
-        version, table, start = live.seq.table_version, live.table, live.stored
-        ahead = {}
-        if self.manager.can_look_ahead:
-            ahead["num_lookahead_tokens"] = data.draw(st.sampled_from([0, 0, 1, 5]), label="ahead")
-        copies = self.attempt(
-            live,
-            end + sum(ahead.values()),
-            lambda: self.manager.allocate_slots(live.seq, end - live.stored, **ahead),
-        )
+        def call():
+            if end is None:
+                return self.manager.append(seq)
+            return self.manager.allocate_slots(seq, end - start, num_lookahead_tokens=ahead)
+
+        last = end or seq.num_tokens
+        copies = self.attempt(live, last + ahead, call)
+        if end is None:
+            assert possible == (copies is not None)
         if copies is not None:
-            self.write(live, end, copies)
-            if live.table == table and -(-start // self.block_size) == -(-end // self.block_size):
-                assert live.seq.table_version == version
+            self.write(live, last, copies)
+            if live.table == table and -(-start // self.block_size) == -(-last // self.block_size):
+                assert seq.table_version == version
 
     @rule(data=st.data(), is_finished=st.booleans())
     @precondition(lambda self: self.live)
