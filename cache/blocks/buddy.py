@@ -85,42 +85,6 @@ class BuddyAllocator:
         self.num_free -= 1 << wanted
         return start
 
-    def can_grow(self, start: int, count: int) -> bool:
-        """Whether ``grow`` would succeed."""
-        return self._joined(start, count) is not None or self.run_length(count) <= self.longest_run
-
-    def grow(self, start: int, count: int) -> int:
-        """Replace the run in use at ``start`` by a run of at least ``count`` blocks.
-
-        The run joins its free buddies, which may lie before it.  If one is in use, the run moves.
-        Returns its first block; unless that is ``start``, its head does not overlap the old run.
-        Raises OutOfRuns.
-        """
-        joined = self._joined(start, count)
-        if joined is None:
-            moved = self.allocate(count)
-            self.free(start)
-            return moved
-        order, wanted = self._orders.pop(start), (count - 1).bit_length()
-        for half in range(order, wanted):
-            del self._free[half][start ^ (1 << half)]
-            start &= ~(1 << half)
-            self.num_free -= 1 << half
-        self._orders[joined] = max(order, wanted)
-        return joined
-
-    def _joined(self, start: int, count: int) -> int | None:
-        """First block of the run at ``start`` after joining free buddies up to ``count`` blocks.
-
-        None if a buddy is in use.
-        """
-        wanted = (count - 1).bit_length()
-        for half in range(self._orders[start], wanted):
-            if half >= len(self._free) or start ^ (1 << half) not in self._free[half]:
-                return None
-            start &= ~(1 << half)
-        return start
-
     def free(self, start: int) -> None:
         """Give back the run in use at ``start``."""
         order = self._orders.pop(start)

@@ -11,15 +11,8 @@ from cache.blocks.memory_usage import MemoryUsage
 from cache.blocks.sequence import Sequence
 from cache.checks import at_least, callable_or_none, require
 from cache.managers.base import (
-    MIDDLE,
-    AllocStatus,
-    CacheManager,
-    CacheOptions,
-    Copies,
-    Hit,
-    InterruptedChange,
-    Table,
-)
+    MIDDLE, AllocStatus, CacheManager, CacheOptions, Copies, Hit, InterruptedChange, Table,
+)  # fmt: skip
 
 Reservation = Literal["max", "pow2", "oracle"]
 
@@ -53,9 +46,8 @@ class Contiguous(CacheManager):
         max_model_len: maximum length of a sequence, in tokens; by default the longest run's.
         final_length: returns the number of tokens that a sequence will have in the end; required by
             ``"oracle"``.  With it ``"pow2"`` reserves once, as in the paper.  Without it ``"pow2"``
-            rounds up the tokens generated so far.  A reservation that has become too small joins
-            its free buddies.  If they are in use it moves, and ``append`` returns the copies.
-            ``"max"`` uses it for ``memory_usage`` only.
+            rounds up the tokens generated so far.  A reservation that has become too small moves,
+            and ``append`` returns the copies.  ``"max"`` uses it for ``memory_usage`` only.
 
     Sequences longer than ``max_model_len`` or their ``final_length`` raise ValueError, except that
     ``can_allocate`` returns NEVER.  Neither prefixes nor forks are shared.
@@ -108,7 +100,8 @@ class Contiguous(CacheManager):
         run = self._table_of(seq)
         if seq.num_tokens <= run.max_tokens:
             return True
-        return self._buddy.can_grow(run.start, self._run_length(self._reservation(seq)[0]))
+        needed = self._run_length(self._reservation(seq)[0])
+        return needed <= max(self._run_length(run.num_reserved), self._buddy.longest_run)
 
     def memory_usage(self, waiting: Sequence | None = None) -> MemoryUsage:
         """Slots of the cache by use.
@@ -155,41 +148,32 @@ class Contiguous(CacheManager):
                 f"{run.num_reserved} reserved slots",
             )
 
-    def _begin(self, run: _Run, hit: Hit, end: int) -> Copies:
-        reserved, run.max_tokens = self._reservation(run.seq)
-        num_blocks = self._run_length(reserved)
-        if num_blocks <= self._buddy.longest_run:
-            self.interruption = MIDDLE
-        run.start = self._buddy.allocate(num_blocks)
-        run.num_reserved = reserved
-        self._counts["allocated_blocks"] += num_blocks
-        return self._extend(run, 0, end)
-
     def _extend(self, run: _Run, start: int, end: int) -> Copies:
-        copies = self._lengthen(run) if end > run.max_tokens else []
+        copies = self._reserve(run) if end > run.max_tokens else []
         first = run.start + len(run.blocks)
-        run.blocks += range(first, run.start + self._num_blocks_for(end))
+        run.blocks += range(first, run.start - (-end // self.block_size))
         return copies
 
     def _release(self, run: _Run) -> None:
         self._buddy.free(run.start)
 
-    def _lengthen(self, run: _Run) -> Copies:
-        """Enlarge the reservation of ``run``; returns the copies if it moves."""
+    def _reserve(self, run: _Run) -> Copies:
+        """Give ``run`` the reservation that its sequence needs; returns the copies if it moves."""
         reserved, expected = self._reservation(run.seq)
-        before, after = self._run_length(run.num_reserved), self._run_length(reserved)
-        if self._buddy.can_grow(run.start, after):
+        before = self._run_length(run.num_reserved) if run.num_reserved else 0
+        num_blocks = self._run_length(reserved)
+        if num_blocks <= max(before, self._buddy.longest_run):
             self.interruption = MIDDLE
-        start = self._buddy.grow(run.start, after)
         copies: Copies = []
-        if start == run.start:
-            self._counts["allocated_blocks"] += after - before
-        else:
-            copies = list(zip(run.blocks, range(start, self.num_blocks), strict=False))
-            run.blocks = []
-            self._counts["allocated_blocks"] += after
-            self._counts["copied_blocks"] += len(copies)
-        run.start, run.num_reserved, run.max_tokens = start, reserved, expected
+        if num_blocks > before:
+            start = self._buddy.allocate(num_blocks)
+            self._counts["allocated_blocks"] += num_blocks
+            if before:
+                self._buddy.free(run.start)
+                copies = list(zip(run.blocks, range(start, self.num_blocks), strict=False))
+                self._counts["copied_blocks"] += len(copies)
+            run.start, run.blocks = start, []
+        run.num_reserved, run.max_tokens = reserved, expected
         return copies
 
     def _reservation(self, seq: Sequence) -> tuple[int, int]:
@@ -215,4 +199,4 @@ class Contiguous(CacheManager):
 
     def _run_length(self, num_slots: int) -> int:
         """Length of the run for a reservation of ``num_slots``."""
-        return self._buddy.run_length(self._num_blocks_for(num_slots))
+        return self._buddy.run_length(-(-num_slots // self.block_size))

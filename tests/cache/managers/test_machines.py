@@ -227,8 +227,8 @@ class ContiguousMachine(ManagerMachine):
     def run_length(self, slots: int) -> int:
         return next_power_of_two(-(-slots // self.block_size))
 
-    def fits(self, length: int, *without: int) -> bool:
-        used = {b for seq_id, run in self.runs.items() if seq_id not in without for b in run}
+    def fits(self, length: int) -> bool:
+        used = {block for run in self.runs.values() for block in run}
         starts = range(0, self.num_blocks - length + 1, length)
         return any(used.isdisjoint(range(start, start + length)) for start in starts)
 
@@ -249,7 +249,7 @@ class ContiguousMachine(ManagerMachine):
             return None
         enough = seq_id in self.reserved and end <= self.reserved[seq_id]
         needed = self.run_length(self.to_reserve(live.seq))
-        if enough or self.fits(needed, seq_id):
+        if enough or needed <= len(self.runs.get(seq_id, ())) or self.fits(needed):
             return call()
         before, free = state_of(self.manager), self.num_free
         with pytest.raises(OutOfRuns) as failure:
@@ -263,15 +263,12 @@ class ContiguousMachine(ManagerMachine):
         return None
 
     def write(self, live, end, copies=()):
-        if copies:  # all at once: the new run may overlap the old one after the copied blocks
+        if copies:  # to another run
             sources, targets = zip(*copies, strict=True)
             assert list(sources) == live.table
-            assert not set(sources) & set(targets)
-            offsets = range(self.block_size)
-            held = {(b, o): self.slots.pop((b, o), None) for b in sources for o in offsets}
+            assert not {block for run in self.runs.values() for block in run}.intersection(targets)
             for source, target in copies:
-                for offset in offsets:
-                    self.slots[target, offset] = held[source, offset]
+                self.copy(self.slots, source, self.slots, target)
             live.table = list(targets)
             self.counted["copied_blocks"] += len(copies)
         super().write(live, end)
