@@ -11,8 +11,15 @@ from cache.blocks.memory_usage import MemoryUsage
 from cache.blocks.sequence import Sequence
 from cache.checks import at_least, callable_or_none, require
 from cache.managers.base import (
-    MIDDLE, AllocStatus, CacheManager, CacheOptions, Copies, Hit, InterruptedChange, Table,
-)  # fmt: skip
+    MIDDLE,
+    AllocStatus,
+    CacheManager,
+    CacheOptions,
+    Copies,
+    Hit,
+    InterruptedChange,
+    Table,
+)
 
 Reservation = Literal["max", "pow2", "oracle"]
 

@@ -14,9 +14,16 @@ from cache.blocks.pool import check_free
 from cache.blocks.sequence import Sequence
 from cache.checks import at_least, callable_or_none, require
 from cache.managers.base import (
-    MIDDLE, AllocStatus, CacheManager, CacheOptions, Copies, Hit, InterruptedChange, Table,
+    MIDDLE,
+    AllocStatus,
+    CacheManager,
+    CacheOptions,
+    Copies,
+    Hit,
+    InterruptedChange,
+    Table,
     UnsupportedByDesign,
-)  # fmt: skip
+)
 from cache.managers.vllm_v0_allocator import BlockAllocator, ContentKey, LRUEvictor
 from cache.policies import as_policy
 
