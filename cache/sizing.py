@@ -22,7 +22,7 @@ def kv_heads_per_rank(num_kv_heads: int, tensor_parallel_size: int = 1) -> int:
     """KV heads that one rank stores.
 
     Heads are divided among the ranks.  With more ranks than heads, several ranks store the same
-    head (as in Megatron-LM and vLLM).  Raises ValueError unless one number divides the other.
+    head (as in Megatron-LM and vLLM).  Raises ValueError unless one is a multiple of the other.
     """
     heads = at_least(1, "num_kv_heads", num_kv_heads)
     ranks = at_least(1, "tensor_parallel_size", tensor_parallel_size)

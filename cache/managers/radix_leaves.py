@@ -55,7 +55,7 @@ class RankedLeaves:
 
     def __init__(self, policy: PriorityPolicy) -> None:
         self._policy = policy
-        self._heap = LazyHeap()
+        self._heap: LazyHeap[RadixNode] = LazyHeap()
         self._clock = 0.0
         self._request = UNKNOWN_REQUEST
 

@@ -28,7 +28,7 @@ class LRUEvictor(EvictionPolicy):
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
         self._last_accessed = [-math.inf] * capacity
         self._depths = [0] * capacity
-        self._heap = LazyHeap()
+        self._heap: LazyHeap[int] = LazyHeap()
 
     def insert(self, block: int, key: Hashable, parent: Hashable | None, depth: int) -> None:
         self._depths[block] = depth

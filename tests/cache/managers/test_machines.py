@@ -139,10 +139,7 @@ class RadixMachine(CachingMachine):
 
     def nodes(self):
         """All nodes but the root, parents first."""
-        nodes = [self.manager.tree.root]
-        for node in nodes:
-            nodes += node.children.values()
-        return nodes[1:]
+        return self.manager.tree.check_invariants()
 
     def cached(self) -> set[tuple]:
         last = self.block_size - 1

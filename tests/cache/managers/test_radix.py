@@ -17,11 +17,6 @@ from cache.policies.lru import LRU
 manager_of = functools.partial(manager_helpers.manager_of, "radix")
 
 
-def shape(tree: RadixTree) -> list[tuple[int, list[int], int]]:
-    """(depth, blocks, users) of all nodes."""
-    return sorted((n.depth, n.blocks.tolist(), n.lock_ref) for n in tree.check_invariants())
-
-
 def compute(tree: RadixTree, prompt, *blocks: int) -> None:
     """Insert and unlock ``prompt``, stored in ``blocks``."""
     key = RadixKey(Sequence("computed", prompt), tree.block_size)
