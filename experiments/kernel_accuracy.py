@@ -1,11 +1,9 @@
 """Error of every kernel against fp64, beside PyTorch's error in the same dtype.
 
-The rule is flash-attn's: the kernel may be at most twice as far from fp64 as the same computation
-done eagerly in the kernel's dtype (plus 1e-5), see ``kernels/testing/accuracy.py``. Inputs are the
-cases of ``kernels/testing/cases.py``: block tables are shuffled, and slots that must not matter
-hold NaN and infinity. Without a GPU the kernels run in Triton's interpreter, which checks the
-algorithm but not the GPU's arithmetic. Data are the same for every block size, so a line that is
-not flat shows its influence on the result.
+``kernels/testing/accuracy.py`` has the rule, and ``kernels/testing/cases.py`` the inputs: block
+tables are shuffled, and slots that must not matter hold NaN and infinity. Without a GPU the kernels
+run in Triton's interpreter, which checks the algorithm but not the GPU's arithmetic. Data are the
+same for every block size, so a line that is not flat shows an influence of the block size.
 """
 
 from __future__ import annotations
@@ -28,18 +26,16 @@ _DTYPES = {
     "fp8": style.line(style.ORANGE, "D"),
 }
 _WRONG = {**style.dots(style.RED, "x"), "markersize": 8, "markeredgewidth": 2}
-"""Red is for results above their bound alone."""
-_LEAST_RATIO = 0.01
+"""Only results above their bound are red."""
+_MIN_RATIO = 0.01
 """Smaller error-to-bound ratios are drawn at this height of the logarithmic axis."""
-
-
 _ATTENTION = ("none", "window", "softcap", "alibi", "sinks", "split")
 _ROTARY = ("none", "interleaved")
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """The part of the grid that matters to a kernel."""
+    """The axes of the grid that matter to a kernel."""
 
     features: tuple[str, ...] = ("none",)
     """Its options, taken one at a time; see ``kernels.testing.cases.FEATURES``."""
@@ -49,7 +45,7 @@ class Kernel:
     """Whether the block size matters to it."""
 
 
-_WITHOUT_CACHE = {"touches_cache": False, "has_blocks": False}
+_WITHOUT_CACHE: dict[str, Any] = {"touches_cache": False, "has_blocks": False}
 KERNELS = {
     "store_kvcache": Kernel(),
     "rope_store_kvcache": Kernel((*_ROTARY, "norms")),
@@ -74,13 +70,13 @@ class KernelAccuracy(Options):
     """The grid: kernels x features x head dims x dtypes x block sizes."""
 
     kernel: Repeated[Axis[Annotated[str, one_of(KERNELS)]]] = ()
-    """A kernel by name. None: every one."""
+    """A kernel by name. By default every kernel."""
     block_size: Axis[Count] = (1, 2, 3, 7, 16, 24, 32, 64, 100, 128, 256, 512, 1024)
     """Token slots per block."""
     dtype: Axis[Literal["float16", "bfloat16", "float32", "fp8"]] = tuple(_DTYPES)
     """fp8: an fp8 (e4m3) cache with a scale per head, and bfloat16 queries, keys and values."""
     head_dim: Axis[Count] = (16, 64, 80, 96, 112, 128, 256)
-    feature: Axis[Literal[FEATURES]] = FEATURES
+    feature: Axis[Annotated[str, one_of(FEATURES)]] = FEATURES
     """Options of the kernels, one at a time."""
 
     @property
@@ -105,7 +101,7 @@ class KernelAccuracy(Options):
 
 
 def cells(options: KernelAccuracy) -> Iterator[KernelAccuracy]:
-    """Each kernel is varied over what matters to it."""
+    """Cells of each kernel over the axes that matter to it."""
     for name in options.kernel or KERNELS:
         kernel = KERNELS[name]
         yield from grid(
@@ -146,16 +142,15 @@ def _summary(rows: style.DataFrame) -> style.DataFrame:
 
 
 def _draw(rows: style.DataFrame) -> style.Figure | None:
-    """A panel for each kernel that has an error, and the names of the others."""
+    """A panel for each kernel with errors, and the names of the exact kernels."""
     worst = rows.groupby("kernel", sort=False)["error"].max()
     kernels, exact = worst.index[worst > 0], worst.index[worst == 0]
     if kernels.empty:
         return None
     block_sizes = sorted(rows["block_size"].dropna().astype(int).unique())
     # Block sizes are evenly spaced: 3 and 100 matter as much as the powers of two.
-    places = {size: place for place, size in enumerate(block_sizes)}
-    middle = (len(block_sizes) - 1) / 2
-    rows = rows.assign(place=rows["block_size"].map(places).fillna(middle))
+    x_of = {size: x for x, size in enumerate(block_sizes)}
+    rows = rows.assign(x=rows["block_size"].map(x_of).fillna((len(block_sizes) - 1) / 2))
     figure, axes, spare = style.panel_grid(len(kernels), height=1.8, sharex=True)
     for axis, kernel in zip(axes, kernels, strict=True):
         of_kernel = rows[rows["kernel"] == kernel]
@@ -179,28 +174,18 @@ def _draw_ratio(axis: style.Axes, rows: style.DataFrame) -> None:
     """
     ratio = rows["error"] / rows["bound"]
     finite = ratio[ratio < float("inf")]
-    top = 10 * max(1, *finite)
-    ratio = ratio.where(ratio < float("inf"), top).clip(lower=_LEAST_RATIO)
+    ratio = ratio.where(ratio < float("inf"), 10 * max(1, *finite)).clip(lower=_MIN_RATIO)
     for dtype, of_dtype in ratio.groupby(rows["dtype"], sort=False):
-        look, places = _DTYPES[dtype], rows.loc[of_dtype.index, "place"]
-        axis.plot(places, of_dtype, ".", color=look["color"], ms=2, alpha=0.35)
-        axis.plot(of_dtype.groupby(places).max(), label=f"{dtype}: worst result", **look)
+        look, x = _DTYPES[dtype], rows.loc[of_dtype.index, "x"]
+        axis.plot(x, of_dtype, ".", color=look["color"], ms=2, alpha=0.35)
+        axis.plot(of_dtype.groupby(x).max(), label=f"{dtype}: worst result", **look)
     axis.axhline(1, **style.BOUND, label="bound")
     wrong = rows.index[~rows["passed"]]
     verdict = f"{len(wrong)} WRONG" if len(wrong) else "all within the bound"
     axis.set_title(f"{rows['kernel'].iloc[0]}\n{len(rows)} results, {verdict}")
-    axis.set(yscale="log", ylim=(0.7 * _LEAST_RATIO, 5 * max(1, ratio.max())))
+    axis.set(yscale="log", ylim=(0.7 * _MIN_RATIO, 5 * max(1, ratio.max())))
     if len(wrong):
-        axis.plot(rows.loc[wrong, "place"], ratio[wrong], label="WRONG: above the bound", **_WRONG)
-        worst = ratio[wrong].idxmax()
-        axis.annotate(
-            "WRONG",
-            (rows.loc[worst, "place"], ratio[worst]),
-            xytext=(6, 0),
-            textcoords="offset points",
-            color=style.RED,
-            va="center",
-        )
+        axis.plot(rows.loc[wrong, "x"], ratio[wrong], label="WRONG: above the bound", **_WRONG)
 
 
 EXPERIMENT = Experiment(

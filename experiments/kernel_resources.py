@@ -1,11 +1,8 @@
 """Resources of every shipped kernel on every architecture.
 
 Kernels are compiled without a GPU (``kernels/compiled/compile.py``). The table has registers, local
-and shared memory, how many programs and warps fit a multiprocessor and which resource limits them,
-widths of global accesses, asynchronous copies and tensor-core instructions.
-
-This and kernel_counters stay two experiments: one compiles every shipped configuration for every
-architecture, the other executes small cases, so their grids and rows have little in common.
+and shared memory, the programs and warps that fit a multiprocessor and the resource that limits
+them, widths of global accesses, asynchronous copies and tensor-core instructions.
 """
 
 from __future__ import annotations
@@ -29,11 +26,11 @@ class KernelResourcesOptions(Options):
     """The grid: shipped configurations of ops x architectures."""
 
     op: Repeated[Axis[str]] = ()
-    """An op by name. None: every one."""
+    """An op by name. By default every op."""
     arch: Repeated[Axis[str]] = ()
-    """sm_80, sm_90, sm_100 or gfx942. None: every one."""
+    """sm_80, sm_90, sm_100 or gfx942. By default every architecture."""
     match: str = ""
-    """Regular expression: only configurations with it in their name."""
+    """Regular expression that the name of a configuration must contain."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +72,7 @@ def run_cell(cell: KernelResourcesCell) -> list[dict[str, Any]]:
 
 
 def _kernel_name(row: KernelResources) -> str:
-    """The kernel without `_kernel`; shared_prefix where prefill's kernel attends to a prefix."""
+    """The kernel's name without `_kernel`; shared_prefix for prefill's kernel on a prefix."""
     if "suffix_lens_ptr" in row.signature:
         return "shared_prefix"
     return row.kernel.strip("_").removesuffix("_kernel")
@@ -103,7 +100,7 @@ def _resources(row: KernelResources, max_warps: int) -> dict[str, Any]:
         **same("shared_bytes", "tensor_memory_columns"),
         **{f"programs_by_{limit.replace(' ', '_')}": resident.get(limit) for limit in limits},
         "programs_per_multiprocessor": row.programs_per_multiprocessor,
-        "limited_by": min(resident, key=resident.get),
+        "limited_by": min(resident, key=resident.__getitem__),
         "warps_per_multiprocessor": warps,
         "occupancy": warps / max_warps,
         **widths("loads", row.global_loads),
@@ -133,14 +130,14 @@ def _draw_resources(rows: style.DataFrame) -> style.Figure:
     """A row of panels per metric, a column per architecture, a dot per compiled kernel."""
     compiled = rows.drop_duplicates(["op", "config", "kernel", "arch"])
     kernels, archs = list(compiled["kernel"].unique()), compiled["arch"].unique()
-    compiled = compiled.assign(place=compiled["kernel"].map(kernels.index))
+    compiled = compiled.assign(y=compiled["kernel"].map(kernels.index))
     height = 0.35 + 0.14 * len(kernels)
     panels = list(itertools.product(_METRICS.items(), archs))
     figure, axes, _ = style.panel_grid(len(panels), height=height, columns=len(archs))
     for axis, ((metric, (label, unit)), arch) in zip(axes, panels, strict=True):
         for limit, dots in compiled[compiled["arch"] == arch].groupby("limited_by"):
             name, look = _LIMITS[limit]
-            axis.plot(dots[metric] / unit, dots["place"], label=name, alpha=0.8, **look)
+            axis.plot(dots[metric] / unit, dots["y"], label=name, alpha=0.8, **look)
         style.name_rows(axis, kernels, shown=arch == archs[0], fontsize=7)
         axis.set_xlim(0, 1.06 * max(1, compiled[metric].max() / unit))
         axis.set_xlabel(label, fontsize=7)

@@ -1,12 +1,10 @@
 """Times of GPU work, and the rates of the card that they are compared with.
 
-Every sample starts with a cold L2: a buffer larger than it is read first, as
-`triton.testing.do_bench` overwrites one (`do_bench_cudagraph` does neither). With
-``launch="graph"`` the work is captured in a CUDA graph and a sample is one replay, so neither
-launches nor Python are in the time. With ``launch="eager"`` a sample is a call on an idle GPU, so
-both are. Times are of the device's clock, between two events. Calls that are compared are timed in
-turns, so that a change of the card's clocks affects all of them. Without a CUDA device there are no
-times.
+Every sample starts with a cold L2: a buffer larger than L2 is read first. With ``launch="graph"`` a
+sample is one replay of a CUDA graph, so its time excludes launches and Python. With
+``launch="eager"`` a sample is a call on an idle GPU, and its time includes both. Times are of the
+device's clock, between two events. Calls that are compared are timed in turns, so that a change of
+the card's clocks affects all of them. Without a CUDA device there are no times.
 """
 
 from __future__ import annotations
@@ -14,19 +12,20 @@ from __future__ import annotations
 import functools
 import subprocess
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 Launch = Literal["graph", "eager"]
 Ceiling = Literal["device", "device_to_host", "host_to_device"]
+Name = TypeVar("Name")
 _MIN_SAMPLES, _MAX_SAMPLES = 7, 300
 _FLUSH_BYTES = 256 * 2**20
 _COPIED_BYTES, _TRANSFERRED_BYTES = 2**31, 2**28
 _MATMUL_SIZE = 8192
 _TOLERANCE = 1.05
-"""Shares of a measured peak up to which a time is taken for its noise."""
+"""Shares of a measured peak up to this value are taken for noise."""
 
 
 class Times(NamedTuple):
@@ -50,13 +49,13 @@ def time_call(
 
 
 def time_calls(
-    calls: Mapping[str, tuple[Callable[[], object], Launch]], *, budget_ms: float = 60.0
-) -> dict[str, Times]:
+    calls: Mapping[Name, tuple[Callable[[], object], Launch]], *, budget_ms: float = 60.0
+) -> dict[Name, Times]:
     """Time calls that work on the current CUDA device, one sample of each in turn.
 
-    budget_ms: device time to spend on samples, the flush of L2 included; at least 7 samples
-    of each call are taken.  Raises RuntimeError without a CUDA device, and for a graph of work that
-    cannot be captured.
+    budget_ms: device time for the samples, the flush of L2 included.  At least 7 samples of each
+    call are taken.  Raises RuntimeError without a CUDA device, and for a graph of work that cannot
+    be captured.
     """
     if not torch.cuda.is_available():
         raise RuntimeError("there is no CUDA device to time on")
@@ -91,14 +90,13 @@ def time_calls(
     times, _ = sample(count)
     quantiles = 1e3 * np.quantile(times, (0.2, 0.5, 0.8), axis=0)
     return {
-        name: Times(*map(float, of_call), samples=count)
-        for name, of_call in zip(timed, quantiles.T, strict=True)
+        name: Times(p20, p50, p80, count)
+        for name, (p20, p50, p80) in zip(timed, quantiles.T.tolist(), strict=True)
     }
 
 
 def clocks_mhz() -> tuple[int, int] | None:
-    """The clocks of the card's multiprocessors and memory at this moment; None without
-    nvidia-smi."""
+    """The card's present clocks of multiprocessors and memory; None without nvidia-smi."""
     command = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem", "--format=csv,noheader,nounits"]
     try:
         lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -137,11 +135,15 @@ def device_bandwidths() -> dict[str, float]:
     """
     x = torch.empty(_COPIED_BYTES // 4, device="cuda").normal_()
     y = torch.empty_like(x)
-    works = {"read": x.sum, "copy": lambda: y.copy_(x), "update": lambda: y.add_(1)}
-    return {
-        name: 1e6 * (1 if name == "read" else 2) * x.nbytes / time_call(work, budget_ms=100).p50_us
-        for name, work in works.items()
-    }
+    works: dict[str, tuple[int, Callable[[], object]]] = {
+        "read": (1, x.sum), "copy": (2, lambda: y.copy_(x)), "update": (2, lambda: y.add_(1))
+    }  # fmt: skip
+    return {name: times * x.nbytes / _seconds(work) for name, (times, work) in works.items()}
+
+
+def _seconds(work: Callable[[], object], launch: Launch = "graph") -> float:
+    """Median time of a call."""
+    return 1e-6 * (time_call(work, launch=launch, budget_ms=100).p50_us or 0.0)
 
 
 @functools.lru_cache
@@ -150,7 +152,7 @@ def _link_bandwidth(ceiling: Ceiling) -> float:
     other = torch.zeros(_TRANSFERRED_BYTES, dtype=torch.uint8, pin_memory=True)
     source, target = (other, on_device) if ceiling == "host_to_device" else (on_device, other)
     call = functools.partial(target.copy_, source, non_blocking=True)
-    return 1e6 * source.nbytes / time_call(call, launch="eager", budget_ms=100).p50_us
+    return source.nbytes / _seconds(call, "eager")
 
 
 @functools.lru_cache(maxsize=1)
@@ -159,20 +161,19 @@ def matmul_rate() -> float:
     size = _MATMUL_SIZE
     a, b = (torch.randn(size, size, device="cuda").bfloat16() for _ in range(2))
     out = torch.empty_like(a)
-    seconds = time_call(lambda: torch.mm(a, b, out=out), budget_ms=100).p50_us * 1e-6
-    return 2 * size**3 / seconds
+    return 2 * size**3 / _seconds(lambda: torch.mm(a, b, out=out))
 
 
 def timed_columns(
     times: Times, *, num_bytes: float, flops: float, ceiling: Ceiling = "device", launch: Launch
 ) -> dict[str, Any]:
-    """Columns: ``times`` of a call and rates that follow; the rates are None without times.
+    """Columns: ``times`` of a call and its rates; the rates are None without times.
 
-    num_bytes, flops: the least that the call must move and compute. The peaks are ``bandwidth``
+    num_bytes, flops: the minimum that the call must move and compute. The peaks are ``bandwidth``
     and ``matmul_rate`` on this card in this process; the fractions are shares of them.
-    ``above_peak`` explains a fraction above 1.  Raises ImpossibleTime if nothing does.
+    ``above_peak`` explains a fraction above 1.  Raises ImpossibleTime if there is no explanation.
     """
-    columns = {"launch": launch, "l2": "cold", "bytes": num_bytes, "flops": flops}
+    columns: dict[str, Any] = {"launch": launch, "l2": "cold", "bytes": num_bytes, "flops": flops}
     columns |= times._asdict()
     names = ("gb_per_s", "tflop_per_s", "peak_gb_per_s", "peak_tflop_per_s")
     columns |= dict.fromkeys((*names, "bandwidth_fraction", "matmul_fraction", "above_peak"))

@@ -138,7 +138,8 @@ def _attention_part(case: Case, rows: list[tuple[int, int, int]]) -> Part:
 
 
 def _problem(shape: Shape, case: Case) -> Problem:
-    calls, rows = {OURS: case.call}, [(seq, 0, 1) for seq in _some(shape.batch)]
+    calls: dict[str, Callable[[], Any]] = {OURS: case.call}
+    rows = [(seq, 0, 1) for seq in _some(shape.batch)]
     if shape.op in ("norm", "gate"):
         calls["torch"] = functools.partial(case.call, getattr(reference, case.op))
     if shape.op in ("swap_out", "swap_in"):
@@ -180,8 +181,8 @@ def _by_copy_engine(src_cache, dst_cache, src_to_dst) -> None:
 
 def _plain_decode(shape: Shape, case: Case) -> Case:
     """Plain decode of a cascade, which reads the prefix again for every sequence."""
-    own = ("prefix_block_tables", "prefix_lens", "group_offsets")
-    own += ("suffix_block_tables", "suffix_lens")
+    own = ["prefix_block_tables", "prefix_lens", "group_offsets"]
+    own += ["suffix_block_tables", "suffix_lens"]
     whole = {name: x for name, x in case.inputs.items() if name not in own}
     prefix, _, _, suffixes, suffix_lens = (case.inputs[name] for name in own)
     prefix = prefix[:, : shape.prefix_len // shape.block_size].expand(shape.batch, -1)

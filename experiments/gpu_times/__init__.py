@@ -131,13 +131,13 @@ class Grid:
                     f"{values[0]} to {values[-1]}"
                 )
             known = np.log(np.maximum(asked, values[0]))
-            place = np.interp(known, np.log(values), np.arange(len(values)))
-            low, high = np.floor(place).astype(int), np.ceil(place).astype(int)
-            corners.append(((low, 1 - (place - low)), (high, place - low)))
-        total = 0.0
+            index = np.interp(known, np.log(values), np.arange(len(values)))
+            low, high = np.floor(index).astype(int), np.ceil(index).astype(int)
+            corners.append(((low, 1 - (index - low)), (high, index - low)))
+        total: Any = 0.0
         for corner in itertools.product(*corners):
             weight = functools.reduce(np.multiply, (weight for _, weight in corner))
-            logs = self._logs[tuple(place for place, _ in corner)]
+            logs = self._logs[tuple(index for index, _ in corner)]
             total = total + np.where(weight > 0, weight * logs, 0.0)
         if np.isnan(total).any():
             raise ValueError(f"{at} was not measured: {self.what} has no row near it")

@@ -1,21 +1,16 @@
 """Instructions and memory transactions of every kernel, counted in its executed PTX.
 
-Each call runs on ``kernels/executor``, which executes the PTX that Triton compiled for the
-architecture. Its result is judged against the reference. Counted are instructions by class,
-requests to global memory with the sectors and lines they touch, shared-memory wavefronts and bank
-conflicts, tensor-core operations, barriers and copies in flight.
+Each call runs on ``kernels/executor``, and its result is judged against the reference. The table
+has instructions by class, requests to global memory with the sectors and lines they touch,
+wavefronts and bank conflicts of shared memory, tensor-core operations, barriers and copies in
+flight. The counts do not show ptxas's changes (registers, spills, removed and reordered
+instructions), caches or speed. Reads of shared memory by wgmma are not counted as wavefronts.
 
-Not seen: what ptxas does (registers, spills, removed and reordered instructions), real speed,
-caches, the order of accesses on hardware and the last bits of its rounding. Reads of shared memory
-by wgmma are not counted as wavefronts.
-
-SGLang's grouped decode and vLLM's unified attention are counted too where their files are given.
-Triton's fused-attention tutorial is left out: it does other work (fp16, no pages, no grouped
-heads), picks its tiles by timing, and copies by tensor maps, which the executor does not have.
+SGLang's grouped decode and vLLM's unified attention are counted too if their files are given.
 
 Inputs are the cases of ``kernels/testing/cases.py``. Decode is split in two, so that merging is
 counted too. The skewed batch of decode and prefill has one long sequence and as many tokens as the
-even one.
+even batch.
 """
 
 from __future__ import annotations
@@ -55,7 +50,7 @@ class Counted(NamedTuple):
     op: str
     """Its name in ``kernels``."""
     sizes: dict[str, Any] = {}  # noqa: RUF012  never changed
-    """Sizes of the case; a dict for ``even`` and ``skewed`` each if the op has a skewed batch."""
+    """Sizes of the case. An op with a skewed batch has a dict each for ``even`` and ``skewed``."""
     in_cache: bool = True
     """Whether the cache's dtype and block size matter to it."""
 
@@ -68,10 +63,7 @@ _GROUP = {"group_sizes": (8,), "prefix_lens": (256,), "context_lens": (32,) * 8}
 COUNTED = {
     "decode": Counted(
         "paged_decode_attention",
-        {
-            "even": {"context_lens": (128,) * 8},
-            "skewed": {"context_lens": (576, *(64,) * 7)},
-        },
+        {"even": {"context_lens": (128,) * 8}, "skewed": {"context_lens": (576, *(64,) * 7)}},
     ),
     "prefill": Counted(
         "paged_prefill_attention",
@@ -145,7 +137,7 @@ class KernelCountersCell(_Sizes):
 
 
 def cells(options: KernelCounters) -> Iterator[KernelCountersCell]:
-    """Each op is varied over what matters to it."""
+    """Cells of each op over the axes that matter to it."""
     files = {name: getattr(options, name) for name in OTHERS}
     sources = {name: InputFile.of(path) for name, path in files.items() if path}
     for name, source in [(OURS, None), *sources.items()]:
@@ -171,19 +163,16 @@ def case_of(cell: KernelCountersCell) -> Case:
     from kernels.testing.cases import make_case
 
     counted = COUNTED[cell.op]
-    options = {"return_lse": False} if cell.op in ("decode", "prefill", "cascade") else {}
+    options: dict[str, Any] = {}
+    if cell.op in ("decode", "prefill", "cascade"):
+        options["return_lse"] = False
     if cell.op in _SPLITS:
         options["num_splits"] = _SPLITS[cell.op]
     sizes = {
         **cell.columns("block_size", "num_q_heads", "num_kv_heads", "head_dim", "seed"),
-        "kv_dtype": getattr(torch, cell.kv_dtype),
-        "scales": "none",
-        "padded": False,
-        "num_tokens": 64,
-        "num_positions": 64,
-        "num_pairs": 3,
-        "options": options,
-    }
+        "kv_dtype": getattr(torch, cell.kv_dtype), "scales": "none", "padded": False,
+        "num_tokens": 64, "num_positions": 64, "num_pairs": 3, "options": options,
+    }  # fmt: skip
     return make_case(counted.op, **sizes | counted.sizes.get(cell.lengths, counted.sizes))
 
 
@@ -207,18 +196,16 @@ def run_cell(cell: KernelCountersCell) -> list[dict[str, Any]]:
             f"{cell.implementation} on {cell.arch}, {cell.kv_dtype}: {reason}"
         ) from error
     accuracy = max(judged.values(), key=lambda one: one.error / one.bound)
-    if other is None and not accuracy.passed:  # others may round otherwise: their error is shown
+    if other is None and not accuracy.passed:  # other projects may round otherwise
         raise WrongResult(f"error {accuracy.error:g}, allowed {accuracy.bound:g}")
-    shape = cell.columns("op", "implementation", "arch", *_SHAPE)
-    judged = {"error": accuracy.error, "error_bound": accuracy.bound}
-    return [{**shape, **judged, **_counts(launch)} for launch in execution.launches]
-
-
-_SHAPE = ("kv_dtype", "block_size", "lengths", "num_q_heads", "num_kv_heads", "head_dim")
+    names = "op implementation arch kv_dtype block_size lengths num_q_heads num_kv_heads head_dim"
+    about = cell.columns(*names.split())
+    about |= {"error": accuracy.error, "error_bound": accuracy.bound}
+    return [{**about, **_counts(launch)} for launch in execution.launches]
 
 
 def _counts(launch: LaunchRecord) -> dict[str, Any]:
-    counts = launch.counts
+    counts: Any = launch.counts
     by_class = {
         f"instructions_{name.replace(' ', '_')}": number
         for name, number in counts.instructions.items()
@@ -244,7 +231,6 @@ def _counts(launch: LaunchRecord) -> dict[str, Any]:
 
 
 def _names(rows: style.DataFrame) -> style.Series:
-    """Names of op and kernel."""
     theirs = rows["implementation"].map(lambda name: "" if name == OURS else f"{name}: ")
     return rows["op"] + ", " + theirs + rows["kernel"]
 
@@ -270,14 +256,14 @@ def _draw_counts(rows: style.DataFrame) -> style.Figure:
         ),
     }
     names = list(dict.fromkeys(_names(rows)))
-    places = _names(rows).map(names.index)
+    heights = _names(rows).map(names.index)
     kinds = rows.groupby(["arch", "kv_dtype"]).groups
     height = 0.6 + 0.2 * len(names)
     figure, axes, _ = style.panel_grid(len(metrics), height=height, width=3.4, columns=2)
     for number, (axis, (label, metric)) in enumerate(zip(axes, metrics.items(), strict=True)):
         for offset, (kind, (name, look)) in enumerate(_LOOKS.items()):
             some = kinds.get(kind, [])
-            axis.plot(metric[some], places[some] + 0.18 * offset - 0.27, label=name, **look)
+            axis.plot(metric[some], heights[some] + 0.18 * offset - 0.27, label=name, **look)
         style.name_rows(axis, names, shown=number % 2 == 0)
         axis.set_xlim(left=0)
         axis.set_xlabel(label, fontsize=7)

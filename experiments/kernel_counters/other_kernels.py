@@ -81,25 +81,27 @@ def load_sglang(path: Path) -> types.ModuleType:
     return _load(path, stand_ins)
 
 
-_QUANT_MODES = "NONE FP8_PER_TENSOR INT8_PER_TOKEN_HEAD FP8_PER_TOKEN_HEAD INT4_PER_TOKEN_HEAD"
+class KVQuantMode(enum.IntEnum):
+    """vLLM's."""
+
+    NONE, FP8_PER_TENSOR, INT8_PER_TOKEN_HEAD, FP8_PER_TOKEN_HEAD, INT4_PER_TOKEN_HEAD = range(5)
 
 
 def load_vllm(path: Path) -> types.ModuleType:
-    """The module in ``triton_unified_attention.py``; it imports its helpers from beside it."""
+    """The module in ``triton_unified_attention.py``, with helpers from the same folder."""
     import torch
     import triton
     import triton.language as tl
 
-    modes = enum.IntEnum("KVQuantMode", _QUANT_MODES, start=0)
     platform = types.SimpleNamespace(
         fp8_dtype=lambda: torch.float8_e4m3fn, is_device_capability_family=lambda _: False
     )
-    stand_ins = {
+    stand_ins: dict[str, dict[str, Any]] = {
         "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
         "vllm.logger": {"init_logger": logging.getLogger},
         "vllm.platforms": {"current_platform": platform},
         "vllm.triton_utils": {"tl": tl, "triton": triton},
-        "vllm.v1.kv_cache_interface": {"KVQuantMode": modes},
+        "vllm.v1.kv_cache_interface": {"KVQuantMode": KVQuantMode},
         "vllm.v1.attention.ops": {"__path__": [str(path.parent)]},
     }
     return _load(path, stand_ins)
@@ -111,7 +113,6 @@ def vllm_attention(path: Path) -> Prepare:
     import torch
 
     module = load_vllm(path)
-    modes = module.KVQuantMode
 
     def prepare(inputs: dict[str, Any], num_splits: int) -> Callable[[], torch.Tensor]:
         q, lens = inputs["q"], inputs["context_lens"]
@@ -127,7 +128,7 @@ def vllm_attention(path: Path) -> Prepare:
                 "block_table": inputs["block_tables"], "softmax_scale": q.shape[2] ** -0.5,
                 "causal": True, "window_size": (-1, -1), "softcap": 0,
                 "q_descale": None, "k_descale": descale, "v_descale": descale,
-                "kv_quant_mode": modes.FP8_PER_TENSOR if is_fp8 else modes.NONE,
+                "kv_quant_mode": KVQuantMode(is_fp8),  # FP8_PER_TENSOR is 1
                 "seq_threshold_3D": len(lens) if num_splits > 1 else None,
                 "num_par_softmax_segments": num_splits,
                 "softmax_segm_output": torch.empty(*states, q.shape[2]),
@@ -145,17 +146,16 @@ def vllm_attention(path: Path) -> Prepare:
 
 @functools.cache
 def _loaded(path: Path, name: str) -> types.ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    spec: Any = importlib.util.spec_from_file_location(name, path)
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 def _load(path: Path, stand_ins: dict[str, dict[str, Any]]) -> types.ModuleType:
-    """The module in a file; its imports from its own package find the stand-ins.
+    """The module in a file. Its imports from its own package find the stand-ins.
 
-    Raises Unavailable if it imports more than these.
+    Raises Unavailable if it imports other names.
     """
     for name, names in stand_ins.items():
         parts = name.split(".")

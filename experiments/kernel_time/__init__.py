@@ -1,19 +1,18 @@
 """Modelled times of attention kernels on GPUs, judged on times that others measured.
 
 The model (model.py) takes machine code, the launch's shape and data sheets. Three constants per GPU
-are fitted on half of the Triton decode rows of three GPUs, divided by a hash of the shape. Judged
-are the other half, all of prefill, and every GPU with the mean constants of the others
-("left out"). Errors on the H100, B200 and L40S are optimistic, because the model's global values
-were chosen while looking at all of their rows. The model was finished before it was compared with
-the H200, GB200 and RTX PRO 6000, and was never fitted to them. Their rows are now in the repository
-too, so they are not held out for a later change. Rows are those above 20 microseconds. A roofline
-(bytes at the data sheet's bandwidth or operations at its peak, and 5 microseconds) stands beside
-it. ``misses.csv`` has what is above its bar. ``bandwidth_least`` and ``bandwidth_most`` are shares
-of the bandwidth that, with the other constants fixed, fit as well as the fitted one: the B200's is
-not identified.
+are fitted on half of the Triton decode rows of three GPUs, divided by a hash of the shape. The
+model is judged on the second half, on all of prefill, and on every GPU with the mean constants of
+the fitted GPUs without it ("left out"). Errors on the H100, B200 and L40S are optimistic, because
+the model's global values were chosen while looking at all of their rows. The model was finished
+before it was compared with the H200, GB200 and RTX PRO 6000; later changes are not held out. Rows
+below 20 microseconds are left out. The table also has a roofline (bytes at the data sheet's
+bandwidth or operations at its peak, and 5 microseconds). ``misses.csv`` has the errors above their
+bars. ``bandwidth_least`` and ``bandwidth_most`` bound the shares of the bandwidth that fit as well
+as the fitted share, with the same latency and floor: the B200's share is not identified.
 
-Our decode and prefill are then put on the model, even batches and skewed ones, beside measured
-times of other kernels for the same shape. This project measured none of them.
+The model then gives times of our decode and prefill, for even and skewed batches, with times of
+other kernels that others measured at the same shape.
 """
 
 from __future__ import annotations
@@ -214,13 +213,13 @@ def _draw_errors(rows: style.DataFrame) -> style.Figure | None:
             (True, "constants of other GPUs", style.ORANGE, "s", 0.15),
         ):
             some = of_phase[of_phase["left_out"] == left_out]
-            places, is_all = some["gpu"].map(gpus.index) + shift, some["family"] == "all"
-            median, most = 100 * some["error_median"], 100 * some["error_p90"]
-            axis.plot(median[~is_all], places[~is_all], ".", color=color, markersize=2)
-            axis.hlines(places[is_all], 0, most[is_all], color=color, linewidth=0.7)
-            axis.plot(median[is_all], places[is_all], label=label, **style.dots(color, marker))
+            heights, is_all = some["gpu"].map(gpus.index) + shift, some["family"] == "all"
+            median, p90 = 100 * some["error_median"], 100 * some["error_p90"]
+            axis.plot(median[~is_all], heights[~is_all], ".", color=color, markersize=2)
+            axis.hlines(heights[is_all], 0, p90[is_all], color=color, linewidth=0.7)
+            axis.plot(median[is_all], heights[is_all], label=label, **style.dots(color, marker))
             roofline = 100 * some["roofline_error_median"][is_all]
-            axis.plot(roofline, places[is_all], label="roofline", **style.dots(style.GREY, "x"))
+            axis.plot(roofline, heights[is_all], label="roofline", **style.dots(style.GREY, "x"))
         style.name_rows(axis, gpus)
         axis.set(xlim=(0, 100), title=phase)
     xlabel = (
@@ -252,7 +251,7 @@ def _draw_ours(rows: style.DataFrame) -> style.Figure | None:
         x, band = some["context_tokens"], (some["modelled_low_us"], some["modelled_high_us"])
         axis.fill_between(x, *band, color=style.BLUE, alpha=0.2, linewidth=0)
         ends = (some["most_bandwidth_us"].astype(float), some["least_bandwidth_us"].astype(float))
-        look = {"color": style.GREY, "alpha": 0.5, "linewidth": 0}
+        look: dict[str, Any] = {"color": style.GREY, "alpha": 0.5, "linewidth": 0}
         axis.fill_between(x, *ends, label="with bandwidths that fit as well", **look)
         axis.plot(x, some["modelled_us"], label="ours, modelled", **style.line(style.BLUE, "o"))
         look = {"label": "the same, skewed batch", **style.line(style.BLACK, "x", "dotted")}

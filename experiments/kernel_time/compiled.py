@@ -1,12 +1,12 @@
-"""Compiles SGLang's, vLLM's and our kernels without a GPU, and writes what the model needs.
+"""Compile SGLang's, vLLM's and our kernels without a GPU, and write ``kernels.csv`` for the model.
 
     python -m experiments.kernel_time.compiled decode_attention.py extend_attention.py \\
         triton_unified_attention.py
 
 The files are those of ``sglang/srt/layers/attention/triton_ops`` 0.5.14 and
-``vllm/v1/attention/ops`` 0.24.0. What the measured rows launch is compiled with the installed
-Triton, which must be 3.6, as theirs was: its code for the B200 takes up to twice as long as that of
-3.7. Without files our own kernels are compiled. Either way the other rows of ``kernels.csv`` stay.
+``vllm/v1/attention/ops`` 0.24.0. The kernels of the measured rows are compiled with the installed
+Triton. It must be 3.6, as in the measurements: its code for the B200 takes up to twice as long as
+that of 3.7. Without files our own kernels are compiled. Rows of other kernels stay.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def _others(files: dict[str, Path], row: Any, arch: str) -> Callable[[], object]
         v = empty(len(slots) + 1, kv_heads, v_dim, dtype=kv_dtype)
         sinks = empty(q_heads) if dim == 64 else None
         if row.phase == "decode":
-            states = floats(batch, q_heads, 8, v_dim), floats(batch, q_heads, 8)
+            split_states = floats(batch, q_heads, 8, v_dim), floats(batch, q_heads, 8)
             return lambda: load_sglang(files["decode_attention"]).decode_attention_fwd(
                 empty(batch, q_heads, dim), k, v, empty(batch, q_heads, v_dim), starts, slots,
-                *states, ints(batch), 8, scale, 1.0, 1.0, sinks=sinks,
+                *split_states, ints(batch), 8, scale, 1.0, 1.0, sinks=sinks,
             )  # fmt: skip
         new = [empty(batch * tokens, kv_heads, size) for size in (dim, v_dim)]
-        module = load_sglang(files["extend_attention"])
+        module: Any = load_sglang(files["extend_attention"])
         module._is_cuda, module.CUDA_CAPABILITY = True, divmod(int(arch.removeprefix("sm_")), 10)
         return lambda: module.extend_attention_fwd(
             empty(batch * tokens, q_heads, dim), *new, empty(batch * tokens, q_heads, v_dim), k, v,

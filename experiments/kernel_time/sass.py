@@ -84,41 +84,42 @@ def cycles(code: Sequence[Instruction], latency: int, passes: int = 1) -> int:
 def timings(code: Sequence[Instruction], which: int) -> dict[str, Any]:
     """Columns of ``kernels.csv``: the loop over tiles, and once through the rest.
 
-    Cycles are a line over the latency of memory: those without it, and round trips to memory. The
-    loop over tiles is the innermost one with the most tensor-core instructions, or loads where it
-    has none. Of several, ``which`` chooses in their order: SGLang's second is over new keys, ours
-    over keys behind a mask. The others are not entered.
+    Cycles are linear in the latency of memory: a constant part, and round trips to memory. The loop
+    over tiles is the innermost loop with the most tensor-core instructions, or most loads if it has
+    none. ``which`` is its index where several qualify: SGLang's second loop is over new keys, ours
+    over masked keys. The remaining loops are not entered.
     """
-    places = {one.address: place for place, one in enumerate(code)}
+    index_of = {one.address: index for index, one in enumerate(code)}
     loops = []
     for end, one in enumerate(code):
         target = re.search(r"BRA.*?(0x[0-9a-f]+)", one.text)
-        if target and (begin := places.get(int(target[1], 16), end)) < end:
+        if target and (begin := index_of.get(int(target[1], 16), end)) < end:
             loops.append(range(begin, end + 1))
 
     def count(loop: range, names: str) -> int:
-        return sum(bool(re.match(names, code[place].opcode)) for place in loop)
+        return sum(bool(re.match(names, code[index].opcode)) for index in loop)
 
     working = _TENSOR if any(count(loop, _TENSOR) for loop in loops) else "LDG"
     loops = [loop for loop in loops if count(loop, working)]
     loops = [a for a in loops if not any(b != a and set(b) <= set(a) for b in loops)]
     most = max(count(loop, working) for loop in loops)
     tile = [loop for loop in loops if count(loop, working) >= 0.7 * most][which]
-    outside = [place for place in range(len(code)) if not any(place in loop for loop in loops)]
-    before = [code[place] for place in outside if place < tile.start]
-    after = [code[place] for place in outside if place >= tile.stop]
+    outside = [index for index in range(len(code)) if not any(index in loop for loop in loops)]
+    before = [code[index] for index in outside if index < tile.start]
+    after = [code[index] for index in outside if index >= tile.stop]
     ends = [one.opcode == "EXIT" and "@" not in one.text for one in after] + [True]
+    result: dict[str, float]
     result = dict.fromkeys(("fixed_cycles", "fixed_trips", "tile_cycles", "tile_trips"), 0)
     for name, part, passes in (
         ("fixed", before, 1),
         ("fixed", after[: ends.index(True) + 1], 1),
-        ("tile", [code[place] for place in tile], 4),
+        ("tile", [code[index] for index in tile], 4),
     ):
         near, far = (cycles(part, latency, passes) for latency in (_NEAR, _FAR))
         trips = round((far - near) / (_FAR - _NEAR), 2)
         result[f"{name}_cycles"] += round(near - trips * _NEAR)
         result[f"{name}_trips"] = round(result[f"{name}_trips"] + trips, 2)
-    shared = [code[place].opcode for place in tile if re.match("LDS|STS", code[place].opcode)]
+    shared = [code[index].opcode for index in tile if re.match("LDS|STS", code[index].opcode)]
     wide = sum(bool(re.search("[.]128|M88[.]4", opcode)) for opcode in shared)
     half = sum(bool(re.search("[.]64|M88[.]2", opcode)) for opcode in shared)
     wavefronts = len(shared) + 3 * wide + half
