@@ -9,9 +9,9 @@ kept.
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import time
-from pathlib import Path
 
 from experiments.harness.environment import REPOSITORY, version_of
 
@@ -28,12 +28,10 @@ _imported: Code = {}
 def imported_code() -> Code:
     """The code that this process has imported so far, each file as first seen."""
     for module in list(sys.modules.values()):
-        path = Path(getattr(module, "__file__", None) or "")
-        if not path.is_relative_to(REPOSITORY):
-            continue
-        name = path.relative_to(REPOSITORY).as_posix()
-        if name not in _imported and name.startswith(_FOLDERS):
-            is_older = path.stat().st_mtime < _STARTED
+        path = getattr(module, "__file__", None) or ""
+        name = path.removeprefix(f"{REPOSITORY}/")
+        if name.startswith(_FOLDERS) and name not in _imported:
+            is_older = os.stat(path).st_mtime < _STARTED
             _imported[name] = _now(name) if is_older else None
     _imported.update((package, _now(package)) for package in _PACKAGES if package in sys.modules)
     return dict(_imported)

@@ -104,14 +104,17 @@ def run_sweep(
     with store.locked(), _log_file(store.folder / "sweep.log"):
         sweep = _Sweep(experiment, store, cells, fresh=fresh)
         report = sweep.report
-        tasks = sweep.missing()
+        run_cell, records = experiment.run_cell, sweep.records
+        tasks = [Task(key, run_cell, cell) for key, cell in cells.items() if key not in records]
         if experiment.gpu == "required" and device == "cpu":
             absent += ["there is no GPU here"] * len(tasks)
             tasks = []
         report.unavailable.update(absent)
         try:
             if tasks:
-                described = (cluster or environment).describe(experiment, _command())
+                program = Path(sys.argv[0]).name.replace("__main__.py", "pagelab")
+                command = [program, *sys.argv[1:]]
+                described = (cluster or environment).describe(experiment, command)
                 execute = execute or partial(run_locally, jobs=jobs)
                 if cluster:
                     execute = partial(cluster.run, experiment)
@@ -119,7 +122,7 @@ def run_sweep(
         finally:
             sweep.assemble()
         sweep.summarise()
-        if sweep.records:
+        if records:
             report.figures = plot_results(experiment, store.folder)
         report.seconds = time.perf_counter() - started
         log.info("done in %.1f s", report.seconds)
@@ -130,8 +133,7 @@ def plot_results(experiment: Experiment, folder: Path) -> list[Path]:
     """Draw the figures of ``folder`` from its rows.csv alone; returns the files written."""
     import pandas as pd
 
-    rows = pd.read_csv(folder / "rows.csv")
-    return list(experiment.plot(rows, folder))
+    return list(experiment.plot(pd.read_csv(folder / "rows.csv"), folder))
 
 
 def _grid(experiment: Experiment, options: Options) -> tuple[dict[str, Options], list[str]]:
@@ -184,13 +186,6 @@ class _Sweep:
             log.warning("%d cells are run again, as these changed: %s", count, ", ".join(names))
         return records
 
-    def missing(self) -> list[Task]:
-        return [
-            Task(key, self.experiment.run_cell, cell)
-            for key, cell in self.cells.items()
-            if key not in self.records
-        ]
-
     def run(self, tasks: list[Task], execute: Executor, described: dict[str, Any]) -> None:
         """Run ``tasks`` and store each as it finishes."""
         run = {"started": datetime.now(UTC).isoformat(timespec="microseconds"), **described}
@@ -238,7 +233,7 @@ class _Sweep:
         return ", ".join(differing) or "the cell"
 
     def assemble(self) -> None:
-        """rows.csv in the order of the grid, and environment.json of the runs that made the rows.
+        """Write rows.csv in the order of the grid, and environment.json of its runs.
 
         The newest of these runs is at the top level, older ones under ``earlier_runs``.  Running a
         finished sweep again changes neither file.  Without a row neither is written.
@@ -246,7 +241,13 @@ class _Sweep:
         finished = [self.records[key] for key in self.cells if key in self.records]
         if not finished:
             return
-        self.store.write_rows([row for record in finished for row in record["rows"]])
+        rows = [row for record in finished for row in record["rows"]]
+        self.store.write_rows(rows)
+        self.report.wrong = [
+            ", ".join(f"{name}={value}" for name, value in row.items() if name != "passed")
+            for row in rows
+            if row.get("passed") is False
+        ]
         runs = {record["run"]["started"]: record["run"] for record in finished}
         cells = Counter(record["run"]["started"] for record in finished)
         newest, *earlier = (
@@ -260,22 +261,13 @@ class _Sweep:
                 "inputs": [{"file": name, "sha256": sha256} for name, sha256 in sorted(files)],
                 "unavailable_cells": dict(sorted(self.report.unavailable.items())),
                 "failed_cells": len(self.report.failed),
-                "failed_checks": len(self._wrong()),
+                "failed_checks": len(self.report.wrong),
                 "earlier_runs": earlier,
             }
         )
 
-    def _wrong(self) -> list[str]:
-        rows = (row for record in self.records.values() for row in record["rows"])
-        return [
-            ", ".join(f"{name}={value}" for name, value in row.items() if name != "passed")
-            for row in rows
-            if row.get("passed") is False
-        ]
-
     def summarise(self) -> None:
         """Log absent cells, failed cells and wrong rows, also to the console."""
-        self.report.wrong = self._wrong()
         for what, cases in (("wrong", self.report.wrong), ("failed", self.report.failed)):
             for case in cases[:_MAX_LISTED]:
                 log.error("%s: %s", what, case)
@@ -292,13 +284,6 @@ def _short(value: Any) -> str:
     while isinstance(value, dict):
         value = value.get("file") or value.get("name") or str(value)
     return str(value)
-
-
-def _command() -> list[str]:
-    program = Path(sys.argv[0])
-    if program.name == "__main__.py":
-        return ["python", "-m", program.parent.name, *sys.argv[1:]]
-    return [program.name, *sys.argv[1:]]
 
 
 @contextlib.contextmanager

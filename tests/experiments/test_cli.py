@@ -12,7 +12,7 @@ import torch
 from experiments import cli, style
 from experiments.harness import sweep
 from experiments.harness.store import Store
-from experiments.harness.workers import execute
+from experiments.harness.workers import run_here
 from experiments.registry import EXPERIMENTS
 
 
@@ -87,7 +87,7 @@ def tiny_line(tiny, tmp_path, monkeypatch, capsys):
     """Run a command line on the tiny experiment with its cells in this process; its output."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli, "EXPERIMENTS", tiny.EXPERIMENTS)
-    monkeypatch.setattr(sweep, "run_locally", lambda tasks, jobs: (execute(t) for t in tasks))
+    monkeypatch.setattr(sweep, "run_locally", lambda tasks, jobs: run_here(tasks))
     monkeypatch.setattr(style, "_FORMATS", {"png": {}})
     monkeypatch.setattr("importlib.metadata.distributions", list)  # reading them takes longest
 

@@ -15,7 +15,7 @@ import pytest
 
 from experiments import harness
 from experiments.harness import provenance, run_sweep, sweep
-from experiments.harness.workers import execute
+from experiments.harness.workers import run_here
 
 
 @pytest.fixture
@@ -25,18 +25,13 @@ def run(tiny, tmp_path, monkeypatch):
     def run(behaviour=None, *, fresh=False, reverse=False, draw=False, **options):
         behaviour = {"journal": str(tmp_path / "journal"), **(behaviour or {})}
         monkeypatch.setenv("TINY_BEHAVIOUR", json.dumps(behaviour))
-        order = reversed if reverse else iter
         monkeypatch.setattr("importlib.metadata.distributions", list)  # reading them takes longest
-        in_this_process = lambda tasks, jobs: (execute(task) for task in order(tasks))  # noqa: E731
-        monkeypatch.setattr(sweep, "run_locally", in_this_process)
         if not draw:
             monkeypatch.setattr(sweep, "plot_results", lambda *_: [])
-        return run_sweep(
-            tiny.EXPERIMENT,
-            tiny.TinyOptions(**options),
-            out=tmp_path / "out",
-            fresh=fresh,
-        )
+        order = -1 if reverse else 1
+        options = tiny.TinyOptions(**options)
+        out, execute = tmp_path / "out", lambda tasks: run_here(tasks[::order])
+        return run_sweep(tiny.EXPERIMENT, options, out=out, fresh=fresh, execute=execute)
 
     return run
 
@@ -149,9 +144,9 @@ def test_an_environment_lists_every_commit_that_made_rows(run, folder, monkeypat
     assert [(e["commit"], e["cells"]) for e in now["earlier_runs"]] == [("first", 2)]
 
 
-@pytest.fixture
-def imported_file(tmp_path, monkeypatch):
-    """A module that the cells have imported from the repository, unchanged meanwhile."""
+def test_cells_are_run_again_when_code_that_they_imported_has_changed(
+    run, tmp_path, caplog, monkeypatch
+):
     file = tmp_path / "kernels" / "kernel.py"
     file.parent.mkdir()
     file.write_text("key")
@@ -161,22 +156,16 @@ def imported_file(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(provenance, "REPOSITORY", tmp_path)
     monkeypatch.setattr(provenance, "_imported", {})
-    return file
-
-
-def test_cells_are_run_again_when_code_that_they_imported_has_changed(
-    run, imported_file, caplog, monkeypatch
-):
     run()
     assert run().reused == 4
-    imported_file.write_text("key + 1")
+    file.write_text("key + 1")
     assert run().finished == 4
     assert "4 cells are run again, as these changed: kernels/kernel.py" in caplog.text
     monkeypatch.setattr(provenance, "_imported", {})
-    os.utime(imported_file, (0, 0))
+    os.utime(file, (0, 0))
     assert run().finished == 4, "the code of a file that changes while cells run is unknown"
     assert run().reused == 4
-    imported_file.unlink()
+    file.unlink()
     monkeypatch.setattr(provenance, "_imported", {})
     monkeypatch.delitem(sys.modules, "kernel_of_a_test")
     assert run().finished == 4
