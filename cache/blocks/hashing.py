@@ -91,18 +91,3 @@ class BlockHasher:
             digest = digest_of(digest + content)
             chain.append(digest)
         return chain
-
-
-def collision_free_hasher(manager: str, algorithm: str, block_size: int) -> BlockHasher:
-    """The hasher of a ``manager`` that does not compare tokens.
-
-    Raises ValueError for an unknown algorithm and for a digest below 128 bits.
-    """
-    hasher = BlockHasher(algorithm, block_size)
-    if hasher.digest_size < 16:
-        strong = [name for name, digest in HASH_ALGORITHMS.items() if len(digest(b"")) >= 16]
-        raise ValueError(
-            f"hash_algorithm={algorithm!r}: {manager} does not compare tokens and needs "
-            f"a digest of 128 bits or more; choose from {', '.join(strong)}"
-        )
-    return hasher

@@ -43,6 +43,7 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, ClassVar, NamedTuple
 
+from cache.blocks.hashing import HASH_ALGORITHMS, BlockHasher
 from cache.blocks.memory_usage import MemoryUsage
 from cache.blocks.sequence import Sequence
 from cache.checks import as_int, at_least, require, true_or_false
@@ -204,8 +205,8 @@ class CacheManager(abc.ABC):
     ``can_reset`` ``_forget``, with ``can_swap`` the swap calls.  docs/deviations.md lists where the
     designs differ from the systems that they reproduce.
 
-    Raises ValueError for bad options, and UnsupportedByDesign for a policy or a hash algorithm that
-    the design does not use.
+    Raises ValueError for bad options and for a digest below 128 bits, and UnsupportedByDesign for a
+    policy or a hash algorithm that the design does not use.
     """
 
     name: str = ""
@@ -216,8 +217,10 @@ class CacheManager(abc.ABC):
     ``enable_prefix_caching``."""
 
     own_hash: str = ""
-    """The design's hash algorithm, unless another than ``"xxh3_128"`` is asked for.  Empty if it
-    hashes no block."""
+    """The hash algorithm used for the default ``"xxh3_128"``.  Empty if no block is hashed."""
+
+    compares_tokens: bool = False
+    """Whether a hit compares tokens, so that a digest may have less than 128 bits."""
 
     can_chunk: bool = True
     """Whether a prompt can get its slots over several calls."""
@@ -265,7 +268,15 @@ class CacheManager(abc.ABC):
         if not self.own_hash and not is_default:
             feature = f"a hash_algorithm ({options.hash_algorithm!r}): it hashes no block"
             raise UnsupportedByDesign(self.name, feature)
-        self.hash_algorithm = self.own_hash if is_default else options.hash_algorithm
+        if self.own_hash:
+            algorithm = self.own_hash if is_default else options.hash_algorithm
+            self._hasher = BlockHasher(algorithm, self.block_size)
+            if self._hasher.digest_size < 16 and not self.compares_tokens:
+                strong = [name for name, f in HASH_ALGORITHMS.items() if len(f(b"")) >= 16]
+                raise ValueError(
+                    f"hash_algorithm={algorithm!r}: {self.name} does not compare tokens and needs "
+                    f"a digest of 128 bits or more; choose from {', '.join(strong)}"
+                )
         self._tables: dict[Hashable, Any] = {}  # of _table_class
         self._preempted: set[Hashable] = set()  # ids of sequences that are to resume
         self._counts = dict.fromkeys(CacheStats.__dataclass_fields__, 0)

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import ClassVar
 
 from cache.blocks.events import BlockStored
-from cache.blocks.hashing import BlockHasher, collision_free_hasher
 from cache.blocks.pool import BlockPool, OutOfBlocks, check_free
 from cache.blocks.sequence import Sequence
 from cache.checks import require
@@ -35,21 +33,12 @@ class PooledManager(CacheManager):
 
     Attributes:
         pool: the blocks; its policy chooses among blocks without a user.
-
-    Raises ValueError for an unknown policy or algorithm, and for a digest below 128 bits unless
-    the design compares the tokens of a hit.
     """
-
-    compares_tokens: ClassVar[bool] = False
 
     _table_class = PooledTable
 
     def __init__(self, options: CacheOptions) -> None:
         super().__init__(options)
-        if self.compares_tokens:
-            self._hasher = BlockHasher(self.hash_algorithm, self.block_size)
-        else:
-            self._hasher = collision_free_hasher(self.name, self.hash_algorithm, self.block_size)
         self.pool = BlockPool(self.num_blocks, as_policy(options.policy), self._counts)
         self._listener = self.pool.policy.tell if "tell" in self.pool.policy.hooks else None
 

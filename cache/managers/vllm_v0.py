@@ -9,7 +9,6 @@ from itertools import chain
 from numbers import Real
 from typing import Any
 
-from cache.blocks.hashing import collision_free_hasher
 from cache.blocks.pool import check_free
 from cache.blocks.sequence import Sequence
 from cache.checks import at_least, callable_or_none, require
@@ -81,7 +80,7 @@ class VLLMv0(CacheManager):
         clock: returns the time of an allocation or an append.  Sequences with the same time were
             scheduled together and tie in the evictor.  By default each call has its own time.
 
-    Raises ValueError for values out of range and for a digest below 128 bits.
+    Raises ValueError for values out of range.
     """
 
     name = "vllm_v0"
@@ -105,7 +104,6 @@ class VLLMv0(CacheManager):
         is_share = isinstance(watermark, Real) and 0 <= watermark < 1
         if not is_share:
             raise ValueError(f"watermark={watermark!r}: needs a share of the blocks in [0, 1)")
-        self._hasher = collision_free_hasher(self.name, self.hash_algorithm, self.block_size)
         self.num_cpu_blocks = at_least(0, "num_cpu_blocks", num_cpu_blocks)
         self.watermark_blocks = int(watermark * self.num_blocks)
         self.sliding_window = sliding_window
