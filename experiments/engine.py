@@ -30,7 +30,7 @@ import numpy as np
 import cache
 from cache.serving.open_loop import engine_without_model
 from cache.serving.sampling_params import SamplingParams
-from cache.serving.scheduler import Scheduler
+from cache.serving.scheduler import Scheduler, Step
 from experiments import quantiles, style
 from experiments.harness import Absent, Axis, Count, Experiment, Needs, Percent, Unavailable
 from experiments.harness.environment import cpu_model, cuda_available
@@ -233,25 +233,22 @@ def _serve(
     engine: Any, prompts: list, outputs: list[int], temperature: float = 0.0
 ) -> tuple[dict[str, Any], list]:
     """Serve requests that arrive at once; returns columns of the run, and the requests."""
-    compute, steps = engine.runner.run, []
+    steps: list[tuple[float, bool]] = []
 
-    def run(step: Any, manager: cache.CacheManager) -> Any:
+    def on_step(step: Step) -> None:
         steps.append((time.perf_counter(), step.num_tokens == len(step.sequences) > 0))
-        return compute(step, manager)
 
-    engine.runner.run, engine.manager.clock = run, None
+    engine.on_step, engine.manager.clock = on_step, None
     begin, fixed = time.perf_counter(), {"temperature": temperature, "ignore_eos": True}
     params = [SamplingParams(max_tokens=length, **fixed) for length in outputs]
     ids = [engine.add(*pair) for pair in zip(prompts, params, strict=True)]
     requests = [engine.requests[number] for number in ids]
-    try:
-        while engine.has_unfinished:
-            engine.step()
-    finally:
-        engine.runner.run = compute
+    while engine.has_unfinished:
+        engine.step()
+    engine.on_step = None
     seconds = time.perf_counter() - begin
     stats, prompt_tokens = [request.stats for request in requests], sum(map(len, prompts))
-    decoding = [b - a for (a, decodes), (b, _) in itertools.pairwise(steps) if decodes]
+    decoding = [b - a for (a, _), (b, decodes) in itertools.pairwise(steps) if decodes]
     row = {"requests": len(stats), "all_prompt_tokens": prompt_tokens, "seconds": seconds}
     row |= {"all_output_tokens": sum(outputs), "tokens_per_s": sum(outputs) / seconds}
     row |= quantiles.columns("decode_step_s", decoding)

@@ -9,7 +9,7 @@ evicted) are the bounds.
 A pool of 48 GiB is what an H100 has left beside the weights.  Larger ones stand for several GPUs.
 
 ``host_gib`` adds a tier in host memory to the smallest pool, with ``lru`` in the pool and a policy
-of its own in the tier, see ``TieredClock``.  The tier is looked up for what the pool lacks, and its
+of its own in the tier, see ``HostTier``.  The tier is looked up for what the pool lacks, and its
 blocks cross the PCIe link.
 
 Requests arrive at the trace's own times, with gaps scaled so that on average ``load`` times as many
@@ -117,18 +117,23 @@ def run_cell(cell: EvictionServing) -> list[dict[str, Any]]:
     offered = cell.load * step / clock.seconds([], [(step, step)], 1)
     seconds = float(trace.timestamps_ms[-1] - trace.timestamps_ms[0]) / 1000
     scale = float(trace.input_lengths.sum()) / offered / seconds
-    service = clock
+    tier = None
     if cell.host_gib:
         host_blocks = int(cell.host_gib * 2**30 / block_bytes)
         sizes = {"num_blocks": host_blocks, "block_size": trace.block_size}
-        tier = cache.make_manager("vllm_v1", **sizes, policy=policy_spec(cell.policy))
-        service = TieredClock(clock, manager, tier)
+        host = cache.make_manager("vllm_v1", **sizes, policy=policy_spec(cell.policy))
+        tier = HostTier(clock, manager, host)
     is_closed = trace.columns.keys() >= LOOP_COLUMNS
     run = cache.simulate_serving(
-        trace, manager=manager, service=service, time_scale=scale, closed_loop=is_closed
+        trace,
+        manager=manager,
+        service=tier or clock,
+        time_scale=scale,
+        closed_loop=is_closed,
+        on_step=tier and tier.on_step,
     )
     stats, most = run.stats, most_hits(trace)
-    loaded = service.loaded_blocks if cell.host_gib else 0
+    loaded = tier.loaded_blocks if tier else 0
     row = {
         "trace": trace.name,
         "slice": cell.trace.slice,
@@ -160,14 +165,14 @@ def run_cell(cell: EvictionServing) -> list[dict[str, Any]]:
     return [row]
 
 
-class TieredClock:
-    """``clock`` with a tier of K/V blocks in host memory, whose blocks ``tier`` manages.
+class HostTier:
+    """A tier of K/V blocks in host memory, which ``tier`` manages, and ``clock`` with its loads.
 
-    When a request is admitted, its prompt is allocated in the tier and given back, so its blocks
-    are stored there until they are evicted.  Those that the tier had behind the pool's hit cross
-    the PCIe link, which takes the place of computing their tokens; these still count in the
-    scheduler's token budget.  Storing costs no time: that direction of the link is free.
-    ``loaded_blocks`` counts first admissions only, as the managers' hit rates do.
+    When a request is admitted, its prompt is allocated in the tier and freed, so its blocks are
+    stored there until they are evicted.  Blocks that follow the pool's hit and that the tier has
+    are loaded over the PCIe link instead of computed; their tokens still count in the scheduler's
+    token budget.  Storing costs no time: that direction of the link is free.  ``loaded_blocks``
+    counts first admissions only, as the managers' hit rates do.
     """
 
     def __init__(
@@ -178,11 +183,20 @@ class TieredClock:
         self.loaded_blocks = 0
         self._clock, self._manager, self._tier = clock, manager, tier
         self._loaded_to: dict[int, int] = {}
+        self._step_blocks = 0
         block_bytes = tier.block_size * clock.kv_bytes_per_token
         self._block_seconds = block_bytes / clock.host_bandwidth
 
+    def on_step(self, step: Step) -> None:
+        """Look up and store the blocks of the sequences that the step admits."""
+        self._step_blocks = 0
+        for seq in step.admitted:
+            loaded = self._admit(seq)
+            self._step_blocks += loaded
+            if not seq.request.stats.num_preemptions:
+                self.loaded_blocks += loaded
+
     def duration(self, step: Step) -> float:
-        loaded = {seq: self._admit(seq) for seq in step.admitted}
         computed = Step(copies=step.copies)
         for seq, count in zip(step.sequences, step.counts, strict=True):
             start = seq.num_computed_tokens - count
@@ -190,9 +204,7 @@ class TieredClock:
             if skipped < count:
                 computed.sequences.append(seq)
                 computed.counts.append(count - skipped)
-        first = (seq for seq in loaded if not seq.request.stats.num_preemptions)
-        self.loaded_blocks += sum(map(loaded.get, first))
-        return self._clock.duration(computed) + sum(loaded.values()) * self._block_seconds
+        return self._clock.duration(computed) + self._step_blocks * self._block_seconds
 
     def _admit(self, seq: ScheduledSequence) -> int:
         """Look up and store the blocks of ``seq``; returns how many are loaded."""

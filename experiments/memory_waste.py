@@ -20,6 +20,7 @@ external fragmentation if the waiting request would fit were it contiguous.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,7 +31,7 @@ from cache import ServiceModel, Trace, make_manager
 from cache.managers import Contiguous, Paged
 from cache.serving import open_loop
 from cache.serving.open_loop import engine_without_model
-from cache.serving.scheduler import Scheduler, Step
+from cache.serving.scheduler import Step
 from experiments import style
 from experiments.harness import Axis, Count, Experiment, Positive, Unavailable, grid
 from experiments.load import workloads
@@ -152,7 +153,16 @@ def serve(trace: Trace, manager: Contiguous | Paged, arrivals: list[float]) -> d
         max_num_batched_tokens=int(trace.input_lengths.sum()) + len(trace),
         max_model_len=_longest(trace),
     )
-    engine.runner = measured = _MemoryOfSteps(engine.scheduler)
+    waiting, totals = engine.scheduler.waiting, Counter[str]()
+
+    def measure(step: Step) -> None:
+        if waiting:
+            totals.update(steps=1, running=len(engine.scheduler.running))
+            first = (waiting.first()[1],) if isinstance(manager, Contiguous) else ()
+            usage = manager.memory_usage(*first)
+            totals.update({kind: getattr(usage, kind) for kind in _KINDS})
+
+    engine.on_step = measure
     run = open_loop.serve(
         engine,
         [*map(bytes, trace.input_lengths.tolist())],
@@ -160,36 +170,16 @@ def serve(trace: Trace, manager: Contiguous | Paged, arrivals: list[float]) -> d
         list(map(math.ceil, arrivals)),
         service=_DECODE_STEPS,
     )
-    if not measured.steps:
+    if not totals:
         raise Unavailable("no request waited for memory: it takes a higher load")
-    slots = manager.num_blocks * manager.block_size * measured.steps
+    slots = manager.num_blocks * manager.block_size * totals["steps"]
     return {
         "steps": len(run.steps),
-        "measured_steps": measured.steps,
-        "mean_running": measured.running / measured.steps,
+        "measured_steps": totals["steps"],
+        "mean_running": totals["running"] / totals["steps"],
         "preemptions": sum(request.num_preemptions for request in run.requests),
-        **{f"{kind}_fraction": total / slots for kind, total in measured.slots.items()},
+        **{f"{kind}_fraction": totals[kind] / slots for kind in _KINDS},
     }
-
-
-class _MemoryOfSteps:
-    """A runner that computes nothing and sums up the memory usage while a request waits."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self.steps = self.running = 0
-        self.slots = dict.fromkeys(_KINDS, 0)
-
-    def run(self, step: Step, manager: Contiguous | Paged) -> None:
-        waiting = self._scheduler.waiting
-        if not waiting:
-            return
-        of_waiting = (waiting.first()[1],) if isinstance(manager, Contiguous) else ()
-        usage = manager.memory_usage(*of_waiting)
-        for kind in self.slots:
-            self.slots[kind] += getattr(usage, kind)
-        self.steps += 1
-        self.running += len(self._scheduler.running)
 
 
 def _draw(rows: style.DataFrame) -> style.Figure:

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from cache import CacheManager, make_manager
+from cache import make_manager
 from cache.serving import open_loop
 from cache.serving.scheduler import Step
 from experiments import style
@@ -48,24 +48,6 @@ class Sharing(Options):
     """Requests of each data set."""
 
 
-class BlockCounter:
-    """A clock that counts the blocks in use, and those of the same sequences without sharing."""
-
-    max_num_seqs, max_num_batched_tokens = 512, 2 * LONGEST
-
-    def __init__(self, manager: CacheManager) -> None:
-        self._manager = manager
-        self.shared = self.apart = 0
-
-    def duration(self, step: Step) -> float:
-        if step.num_tokens > len(step.sequences):  # a prompt, which is forked after it
-            return 1.0
-        size = self._manager.block_size
-        self.shared += self._manager.num_blocks - self._manager.num_free_blocks
-        self.apart += sum(-(-seq.num_computed_tokens // size) for seq in step.sequences)
-        return 1.0
-
-
 def run_cell(cell: Sharing) -> list[dict[str, Any]]:
     prompts, outputs = draw_lengths(np.random.default_rng(cell.seed), cell.num_requests, cell.like)
     manager = make_manager(
@@ -75,18 +57,23 @@ def run_cell(cell: Sharing) -> list[dict[str, Any]]:
         block_size=cell.block_size,
         enable_prefix_caching=False,
     )
-    counter = BlockCounter(manager)
-    limits = {"max_num_seqs": counter.max_num_seqs, "max_model_len": 2 * LONGEST + 1}
-    engine = open_loop.engine_without_model(
-        manager, max_num_batched_tokens=counter.max_num_batched_tokens, **limits
-    )
+    limits = {"max_num_seqs": 512, "max_num_batched_tokens": 2 * LONGEST}
+    engine = open_loop.engine_without_model(manager, **limits, max_model_len=2 * LONGEST + 1)
+    shared = apart = 0
+
+    def count_blocks(step: Step) -> None:
+        nonlocal shared, apart
+        if step.num_tokens == len(step.sequences):  # else a prompt, which is forked after it
+            shared += manager.num_blocks - manager.num_free_blocks
+            apart += sum(-(-seq.num_computed_tokens // cell.block_size) for seq in step.sequences)
+
+    engine.on_step = count_blocks
     tokens = [array("I", bytes(4 * length)) for length in prompts]
     sampling = {_MODES[cell.mode]: cell.num_sequences}
     serial = [None, *range(len(tokens) - 1)]
     open_loop.serve(
-        engine, tokens, outputs, [0.0] * len(tokens), previous=serial, service=counter,
-        sampling=sampling,
-    )  # fmt: skip
+        engine, tokens, outputs, [0.0] * len(tokens), previous=serial, sampling=sampling
+    )
     return [
         {
             "trace": f"{cell.like}_like",
@@ -94,10 +81,10 @@ def run_cell(cell: Sharing) -> list[dict[str, Any]]:
             "requests": cell.num_requests,
             "mean_prompt_tokens": float(np.mean(prompts)),
             "mean_output_tokens": float(np.mean(outputs)),
-            "block_steps": counter.shared,
-            "block_steps_apart": counter.apart,
+            "block_steps": shared,
+            "block_steps_apart": apart,
             "copied_blocks": manager.stats.copied_blocks,
-            "saved_fraction": 1 - counter.shared / counter.apart,
+            "saved_fraction": 1 - shared / apart,
         }
     ]
 

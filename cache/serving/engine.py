@@ -91,6 +91,7 @@ class Engine:
         overlap: schedule and launch a step before the tokens of the last one are read, so that the
             device does not wait for the host, see ``step``.  Off with blocks of one token.
         new_decoder: makes the decoder of one output of a request.  None without a tokenizer.
+        on_step: called after each step has run, before its tokens are sampled.
 
     Attributes:
         clock: returns the time for statistics, in seconds; ``time.perf_counter``.
@@ -107,11 +108,12 @@ class Engine:
         eos_token_ids: frozenset[int] = frozenset(),
         new_decoder: Callable[[SamplingParams], Decoder] | None = None,
         overlap: bool = False,
+        on_step: Callable[[Step], None] | None = None,
     ) -> None:
         self.scheduler, self.runner, self.sampler = scheduler, runner, sampler
         self.manager: CacheManager = scheduler.manager
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
-        self.eos_token_ids, self.new_decoder = eos_token_ids, new_decoder
+        self.eos_token_ids, self.new_decoder, self.on_step = eos_token_ids, new_decoder, on_step
         # With blocks of one token an unknown token would fill its block at once.
         self.overlap = overlap and self.manager.block_size > 1
         self._unread: _Unread | None = None
@@ -294,6 +296,8 @@ class Engine:
         step.drawn = self._unread and self._unread.tokens
         self._note_scheduled(step)
         logits = self.runner.run(step, self.manager)
+        if self.on_step is not None:
+            self.on_step(step)
         rows: list[int] = []
         drawing: list[ScheduledSequence] = []
         complete = [seq for seq in step.sequences if seq.num_computed_tokens == len(seq.token_ids)]

@@ -15,7 +15,7 @@ import math
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -220,17 +220,39 @@ def serve(
     Raises ValueError for a previous request that is not an earlier one, and for arrivals and
     durations of steps that are not finite.
     """
-    clock, compute = engine.clock, engine.runner.run
-    watch = _Watch(engine, service)
-    engine.clock = engine.manager.clock = watch.clock
-    engine.runner.run = watch.run
+    arrivals = _Arrivals(arrivals_s, previous or [None] * len(prompts))
+    hints = hints or [()] * len(prompts)
+    observer, before = _Observer(engine, service), (engine.clock, engine.on_step)
+    clock = engine.clock = engine.manager.clock = observer.clock
+    engine.on_step = observer.on_step
+    run, numbers = Run(), {}
     try:
-        arrivals = _Arrivals(arrivals_s, previous or [None] * len(prompts))
-        hints = hints or [()] * len(prompts)
-        return _serve(engine, watch, prompts, output_lengths, arrivals, hints, sampling)
+        while engine.has_unfinished or arrivals:
+            while arrivals and arrivals.first_s <= clock():
+                due, number = arrivals.pop()
+                fixed = {"max_tokens": int(output_lengths[number]), "ignore_eos": True}
+                params = SamplingParams(**{"temperature": 0, **fixed, **sampling})
+                request = engine.requests[engine.add(prompts[number], params)]
+                for seq in request.sequences:
+                    seq.hints = tuple(hints[number])
+                request.stats.arrival_time = due
+                numbers[request.request_id] = number
+                run.requests.append(request.stats)
+            if not engine.has_unfinished:
+                observer.sleep(max(0.0, arrivals.first_s - clock()))
+                continue
+            begin = clock()
+            tokens, finished = engine.step()
+            now = clock()
+            for request in finished:
+                arrivals.finished(numbers[request.request_id], now)
+            run.generated_tokens += len(tokens)
+            run.steps.append(StepRecord(now, now - begin, *observer.state))
+        run.seconds = clock()
     finally:
-        engine.clock = engine.manager.clock = clock
-        engine.runner.run = compute
+        engine.clock, engine.on_step = before
+        engine.manager.clock = engine.clock
+    return run
 
 
 class _Arrivals:
@@ -267,14 +289,14 @@ class _Arrivals:
             heapq.heappush(self._due, (now_s + self._times_s[follower], follower))
 
 
-class _Watch:
-    """Observes each step of an engine between scheduling and finishing, and keeps its time."""
+class _Observer:
+    """Keeps the time of a run, which begins at 0, and the state of the engine in each step."""
 
     def __init__(self, engine: Engine, service: Clock | None) -> None:
-        self._engine, self._service, self._compute = engine, service, engine.runner.run
-        self._now = 0.0
-        self.clock: Callable[[], float] = engine.clock if service is None else lambda: self._now
-        self.running = self.waiting = self.used_blocks = 0
+        self._engine, self._service, self._then = engine, service, engine.on_step
+        self._now, real, begin = 0.0, engine.clock, engine.clock()
+        self.clock = (lambda: real() - begin) if service is None else (lambda: self._now)
+        self.state = 0, 0, 0
 
     def sleep(self, seconds: float) -> None:
         if self._service is None:
@@ -282,59 +304,14 @@ class _Watch:
         else:
             self._now += seconds
 
-    def run(self, step: Step, manager: CacheManager) -> Any:
-        """Replaces the runner's ``run``."""
-        scheduler = self._engine.scheduler
-        self.running, self.waiting = len(scheduler.running), len(scheduler.waiting)
-        self.used_blocks = manager.num_blocks - manager.num_free_blocks
-        logits = self._compute(step, manager)
+    def on_step(self, step: Step) -> None:
+        scheduler, manager = self._engine.scheduler, self._engine.manager
+        used_blocks = manager.num_blocks - manager.num_free_blocks
+        self.state = len(scheduler.running), len(scheduler.waiting), used_blocks
+        if self._then is not None:
+            self._then(step)
         if self._service is not None:
             self._now += finite("service.duration(step)", self._service.duration(step))
-        return logits
-
-
-def _serve(
-    engine: Engine,
-    watch: _Watch,
-    prompts: Sequence[Sequence[int]],
-    output_lengths: Sequence[int],
-    arrivals: _Arrivals,
-    hints: Sequence[Sequence[float]],
-    sampling: Mapping[str, Any],
-) -> Run:
-    clock, run = watch.clock, Run()
-    arrived, numbers = run.requests, {}
-    begin = clock()
-    while engine.has_unfinished or arrivals:
-        now = clock() - begin
-        while arrivals and arrivals.first_s <= now:
-            due, number = arrivals.pop()
-            max_tokens = int(output_lengths[number])
-            fixed = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-            params = SamplingParams(**fixed, **sampling)
-            request = engine.requests[engine.add(prompts[number], params)]
-            for seq in request.sequences:
-                seq.hints = tuple(hints[number])
-            numbers[request.request_id] = number
-            arrived.append(request.stats)
-            arrived[-1].arrival_time = begin + due
-        if not engine.has_unfinished:
-            watch.sleep(max(0.0, arrivals.first_s - (clock() - begin)))
-            continue
-        step_begin = clock()
-        tokens, finished = engine.step()
-        now = clock()
-        for request in finished:
-            arrivals.finished(numbers[request.request_id], now - begin)
-        run.generated_tokens += len(tokens)
-        state = watch.running, watch.waiting, watch.used_blocks
-        run.steps.append(StepRecord(now - begin, now - step_begin, *state))
-    run.seconds = clock() - begin
-    for stats in arrived:
-        for name in ("arrival_time", "first_scheduled_time", "first_token_time", "finish_time"):
-            if (value := getattr(stats, name)) is not None:
-                setattr(stats, name, value - begin)
-    return run
 
 
 def poisson_arrivals(rate: float, count: int, rng: np.random.Generator) -> list[float]:
