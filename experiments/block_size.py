@@ -9,8 +9,8 @@ The trade-off of fig. 18 of the PagedAttention paper (Kwon et al., SOSP 2023).
   follows from the lengths alone, so every block size is allowed.
 - ``serving``: normalised latency of OPT-13B on the clock of the experiment ``serving``, at rates
   near those that blocks of 16 tokens sustain.  Large blocks leave slots empty, so fewer requests
-  run at once.  The clock's attention takes as long with every block size, so it does not show what
-  small blocks cost a kernel.
+  run at once.  The clock's attention takes equally long with every block size, so it does not show
+  the cost of small blocks in a kernel.
 - ``latency``: the decode steps of ``kernel_latency`` with 64 sequences, over caches of each block
   size, on a GPU.
 """
@@ -41,7 +41,7 @@ from experiments.harness.environment import cuda_available
 from experiments.load import workloads
 from experiments.load.workloads import LONGEST, MAX_OUTPUT_TOKENS, OnTraces, Source
 
-_PARTS = ("hit_rate", "waste", "serving", "latency")
+Part = Literal["hit_rate", "waste", "serving", "latency"]
 _RATES = {"sharegpt": 1.75, "alpaca": 40.0}
 """Requests per second."""
 _HOST_MS = 10
@@ -51,7 +51,7 @@ _HOST_MS = 10
 class BlockSize(OnTraces):
     """The grid: traces x block sizes x cache sizes, and contexts x block sizes on a GPU."""
 
-    part: Axis[Literal[_PARTS]] = _PARTS
+    part: Axis[Part] = ("hit_rate", "waste", "serving", "latency")
     """Hit rates, empty slots, modelled serving, latency of decode (on a GPU)."""
     policy: Policy = "lru"
     """Eviction policy of the replays."""
@@ -94,8 +94,8 @@ def cells(options: BlockSize) -> Iterator[LatencyCell | OfTrace | Served | Absen
         steps = KernelLatency(part=("decode",), batch=(64,), seed=options.seed, **sizes)
         yield from kernel_latency.cells(steps)
     if "serving" in options.part:
-        sizes = [size for size in options.block_size if size <= LONGEST]
-        yield from grid(options, Served, load=_RATES, block_size=sizes)
+        served = [size for size in options.block_size if size <= LONGEST]
+        yield from grid(options, Served, load=_RATES, block_size=served)
     if set(options.part) & {"hit_rate", "waste"}:
         for source in options.sources(options.num_requests, lengths_suffice=True):
             yield from _trace_cells(options, source)
@@ -106,7 +106,7 @@ def _trace_cells(options: BlockSize, source: Source) -> Iterator[OfTrace]:
     own = trace.block_size if trace.has_blocks else None
     multiples = [size for size in options.block_size if own and size % own == 0]
     caches = (*options.capacity_percent, float("inf"))
-    parts = {
+    parts: dict[Part, dict[str, Any]] = {
         "waste": {"capacity_percent": [0.0]},
         "hit_rate": {"block_size": multiples, "capacity_percent": caches},
     }
@@ -124,6 +124,7 @@ def run_cell(cell: OfTrace | Served | LatencyCell) -> list[dict[str, Any]]:
     row = {"part": cell.part, "trace": trace.name, "block_size": cell.block_size}
     if cell.part == "waste":
         return [row | _waste(cell, trace)]
+    assert trace.block_size is not None, "a trace of lengths has waste only"
     coarse = trace.coarsened(cell.block_size // trace.block_size)
     if cell.capacity_percent == float("inf"):
         capacity = coarse.num_unique_blocks
@@ -182,7 +183,7 @@ def _draw_latency(rows: style.DataFrame) -> style.Figure | None:
             line = of_context[of_context["implementation"] == name]
             quantiles.band(latency, line, "block_size", **look)
             style.curve(bandwidth, line, "block_size", "bandwidth_fraction", 100, **look)
-        # From the implementation-independent bytes: the same whatever the block size.
+        # These bytes depend on no implementation and no block size.
         fastest = (of_context["bytes"] / of_context["peak_gb_per_s"]).iloc[0] / 1e3
         bound = {**style.BOUND, "label": "bound: bytes at the measured peak"}
         latency.axhline(fastest, **bound)
