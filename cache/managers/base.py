@@ -54,14 +54,11 @@ Copies = list[tuple[int, int]]
 
 
 class AllocStatus(enum.Enum):
-    """Whether a sequence can be given its blocks."""
+    """A sequence gets its blocks now, when other sequences have freed blocks, or never."""
 
     OK = enum.auto()
-    """Now."""
     LATER = enum.auto()
-    """After other sequences have freed blocks."""
     NEVER = enum.auto()
-    """Not in this cache."""
 
 
 class UnsupportedByDesign(NotImplementedError):
@@ -141,7 +138,7 @@ FREED = -1
 
 
 class Hit(NamedTuple):
-    """The cached prefix of a sequence.  Valid until the next call that changes the manager."""
+    """The cached prefix of ``seq`` in ``manager``, valid until that changes its ``version``."""
 
     blocks: Items[int] = ()
     num_tokens: int = 0
@@ -149,11 +146,8 @@ class Hit(NamedTuple):
     match: Any = None
     """Private to the design."""
     version: int = 0
-    """State of the manager in which it was found."""
     seq: Sequence | None = None
-    """The sequence whose prefix it is."""
     manager: CacheManager | None = None
-    """Where it was found."""
 
 
 NOTHING = Hit()
@@ -165,12 +159,9 @@ class Table:
 
     seq: Sequence
     blocks: MutableSequence[int] = field(default_factory=list)
-    is_swapped_out: bool = False
-    """True if the blocks are in host memory."""
-    no_alloc_until: int = 0
-    """Tokens up to this length need no new block and no copy.  Set by ``_extend``."""
-    num_lookahead_tokens: int = 0
-    """Slots that the next ``_extend`` is to give beyond the last token."""
+    is_swapped_out: bool = False  # the blocks are in host memory
+    no_alloc_until: int = 0  # tokens up to this length need no new block and no copy
+    num_lookahead_tokens: int = 0  # slots beyond the last token that the next _extend is to give
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,29 +202,20 @@ class CacheManager(abc.ABC):
 
     name: str = ""
     """Registry name, as in ``make_manager(name)``."""
-
     prefix_caching: bool = True
-    """Whether the design shares equal prefixes, and so takes a policy and
-    ``enable_prefix_caching``."""
-
+    """Whether the design shares equal prefixes, and so takes a policy."""
     own_hash: str = ""
     """The hash algorithm used for the default ``"xxh3_128"``.  Empty if no block is hashed."""
-
     compares_tokens: bool = False
     """Whether a hit compares tokens, so that a digest may have less than 128 bits."""
-
     can_chunk: bool = True
     """Whether a prompt can get its slots over several calls."""
-
     can_fork: bool = False
     """Whether ``fork`` lets two sequences share the blocks of their common prefix."""
-
     can_swap: bool = False
     """Whether the design has host blocks of its own and moves sequences there."""
-
     can_look_ahead: bool = False
     """Whether a call can also give slots to draft tokens, ``num_lookahead_tokens``."""
-
     can_reset: bool = False
     """Whether cached content can be dropped."""
 
@@ -250,7 +232,6 @@ class CacheManager(abc.ABC):
 
     _share: Callable[[Any, Any], None]
     """Gives a new table, the second, the stored blocks of the first."""
-
     _forget: Callable[[], None]
     """Drops all cached content; no block is in use."""
 
@@ -305,14 +286,14 @@ class CacheManager(abc.ABC):
             raise InterruptedChange(self.interruption)
         if not self.enable_prefix_caching:
             return NOTHING
-        longest = self._most_hits(seq)
+        longest = self._max_hits(seq)
         if limit is not None:
             longest = min(longest, at_least(0, "limit", limit))
         blocks, match = self._match(seq, longest)
         num_tokens = len(blocks) * self.block_size
         return Hit(blocks, num_tokens, match, self._version, seq, self)
 
-    def _most_hits(self, seq: Sequence) -> int:
+    def _max_hits(self, seq: Sequence) -> int:
         """Maximum length of a hit of ``seq``, in blocks."""
         return (len(seq.token_ids) - 1) // self.block_size
 

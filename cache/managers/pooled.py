@@ -87,7 +87,7 @@ class PooledManager(CacheManager):
         check_free(needed, self.pool.num_free_blocks)
         if "look_up" in self.pool.policy.hooks:
             hashes = self._hasher.block_hashes(table.seq) if self.enable_prefix_caching else ()
-            self.pool.policy.look_up(hashes[: self._most_hits(table.seq)])
+            self.pool.policy.look_up(hashes[: self._max_hits(table.seq)])
         if self._listener:
             self._notify_policy(table.seq)
         self.interruption = MIDDLE

@@ -212,7 +212,7 @@ class VLLMv0(CacheManager):
             if self._listener:
                 self._notify_policy(table.seq)
             if self.enable_prefix_caching:
-                self.gpu.evictor.look_up(self._hashes(table.seq)[: self._most_hits(table.seq)])
+                self.gpu.evictor.look_up(self._hashes(table.seq)[: self._max_hits(table.seq)])
         now = self._clock()
         self.interruption = MIDDLE
         self._mark_as_computed(table)

@@ -15,8 +15,8 @@ from typing import Any
 
 from experiments.harness import Unavailable
 
-HASH_ALGORITHMS = ("sha256", "xxhash")
-"""sha256 is vLLM's default, xxhash is xxh3-128; both hash the pickled tokens."""
+HASH_ALGORITHMS = {"sha256": "sha256", "xxh3_128": "xxhash"}
+"""vLLM's names of our hash algorithms.  sha256 is its default; both hash the pickled tokens."""
 
 
 class _VLLM:

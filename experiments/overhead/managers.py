@@ -52,8 +52,6 @@ _OURS = {
 }
 """Managers and the hash algorithms they are measured with."""
 _OTHER_POLICIES = ("sieve", "gittins", "sglang_slru", "safeguarded")
-_HASH_OF_VLLM = {"xxh3_128": "xxhash", "sha256": "sha256"}
-"""vLLM's names of our hash algorithms."""
 _PHASES = {
     "hash": {"color": style.BLUE},
     "lookup": {"color": style.ORANGE, "hatch": "//"},
@@ -61,8 +59,8 @@ _PHASES = {
     "free": {"color": style.YELLOW, "hatch": "\\\\"},
 }
 
-_LEAST_BLOCKS = 2 * _PROMPT_BLOCKS
-_PoolBlocks = Needs(f"an int of at least {_LEAST_BLOCKS}", lambda count: count >= _LEAST_BLOCKS)
+_MIN_BLOCKS = 2 * _PROMPT_BLOCKS
+_PoolBlocks = Needs(f"an int of at least {_MIN_BLOCKS}", lambda count: count >= _MIN_BLOCKS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +145,7 @@ def run_cell(cell: ManagersCell) -> list[dict[str, Any]]:
         with contextlib.suppress(Unavailable):
             managers += [
                 VLLMManager(algorithm, cell.pool_blocks, _BLOCK_SIZE)
-                for algorithm in HASH_ALGORITHMS
+                for algorithm in HASH_ALGORITHMS.values()
             ]
     turns: list[tuple[Any, dict[str, list[float]]]] = [
         (manager, defaultdict(list)) for manager in managers
@@ -218,7 +216,7 @@ def table(rows: style.DataFrame) -> style.DataFrame:
     cycles = rows[rows["phase"] == "cycle"].rename(columns={"us": "cycle_us_per_block"})
     theirs = cycles[cycles["implementation"] == "vLLM"]
     theirs = theirs.set_index(["hash_algorithm", "pool_blocks"])["cycle_us_per_block"]
-    hashes = cycles["hash_algorithm"].map(_HASH_OF_VLLM)
+    hashes = cycles["hash_algorithm"].map(HASH_ALGORITHMS)
     of_vllm = [theirs.get(key) for key in zip(hashes, cycles["pool_blocks"], strict=True)]
     ratio = cycles["cycle_us_per_block"] / np.array(of_vllm, float)
     cycles["ratio_to_vllm"] = ratio.where(cycles["implementation"] != "vLLM")

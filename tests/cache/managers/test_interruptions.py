@@ -13,6 +13,7 @@ from manager_helpers import CACHING, NAMES, manager_of, started, state_of, used
 
 import cache
 from cache import EvictionPolicy, InterruptedChange, OutOfBlocks, Sequence
+from cache.managers import MANAGERS
 from cache.policies.lru import LRU
 
 HOOKS = {"tell", "look_up", "miss", "insert", "pin", "release", "evict"}
@@ -35,27 +36,26 @@ def hook(name: str):
     return hook
 
 
-def make_policy() -> EvictionPolicy:
-    """LRU that defines every method, each for one block at a time."""
-    many = {name: vars(EvictionPolicy)[name] for name in ("pin_many", "release_many", "evict_many")}
-    return type("Hooked", (LRU,), {name: hook(name) for name in HOOKS} | many)()
+MANY = {name: vars(EvictionPolicy)[name] for name in ("pin_many", "release_many", "evict_many")}
+Hooked = type("Hooked", (LRU,), {name: hook(name) for name in HOOKS} | MANY)
+"""LRU that defines every method, each for one block at a time."""
 
 
-def place_of(error: BaseException, number: int, in_policy: bool, call, *arguments) -> str | None:
+def interrupted(error: BaseException, number: int, in_policy: bool, call, *arguments) -> str | None:
     """Raise ``error`` at line ``number`` of ``call``; returns the hook or function that got it.
 
     in_policy: count only lines of hooks.  None: the call has fewer lines.
     """
-    folder, place = str(Path(cache.__file__).parent), None
+    folder, function = str(Path(cache.__file__).parent), None
 
     def interrupt(frame, event, _argument):
-        nonlocal number, place
+        nonlocal number, function
         code = frame.f_code
         if code.co_name != "hook" if in_policy else not code.co_filename.startswith(folder):
             return None
         number -= event == "line"
         if number < 0:
-            place = frame.f_locals.get("name", code.co_name)
+            function = frame.f_locals.get("name", code.co_name)
             sys.settrace(None)
             raise error
         return interrupt
@@ -65,7 +65,7 @@ def place_of(error: BaseException, number: int, in_policy: bool, call, *argument
     try:
         call(*arguments)
     except type(error):
-        return place
+        return function
     finally:
         sys.settrace(previous)
 
@@ -86,14 +86,14 @@ def assert_refuses(manager, reason: str) -> None:
     ("name", "in_policy"), [*((name, False) for name in NAMES), *((name, True) for name in CACHING)]
 )
 def test_an_error_at_any_line(name, in_policy, call):
-    outcomes, places = Counter(), set()
+    if call in OFFERED and not getattr(MANAGERS[name], OFFERED[call]):
+        return
+    outcomes, functions = Counter(), set()
     for trial in itertools.count():
-        options = {"policy": make_policy()} if in_policy else {}
+        options = {"policy": Hooked()} if in_policy else {}
         if name == "vllm_v0":
             options["num_cpu_blocks"] = 20
         manager = manager_of(name, 20 if name in CACHING else 32, **options)
-        if call in OFFERED and not getattr(manager, OFFERED[call]):
-            return
         used(manager, 0, range(9))
         for seq_id in range(1, 4):
             used(manager, seq_id, range(100 * seq_id, 100 * seq_id + 33))
@@ -102,12 +102,12 @@ def test_an_error_at_any_line(name, in_policy, call):
             seq.append_token(token_id)
         before, error = state_of(manager), ERRORS[trial % 3]()
         number = trial if in_policy else 3 * trial
-        place = place_of(error, number, in_policy, CALLS[call], manager, seq)
-        if place is None:
+        function = interrupted(error, number, in_policy, CALLS[call], manager, seq)
+        if function is None:
             break
-        places.add(place)
+        functions.add(function)
         if manager.interruption:
-            assert not in_policy or place not in ("tell", "look_up")
+            assert not in_policy or function not in ("tell", "look_up")
             assert_refuses(manager, f"{type(error).__name__}|an interrupt")
         else:
             manager.check_invariants()
@@ -115,7 +115,7 @@ def test_an_error_at_any_line(name, in_policy, call):
     if in_policy:
         assert not outcomes[False]
         if call == "allocate":
-            assert places >= HOOKS - {"release", *(["look_up"] if name == "radix" else [])}
+            assert functions >= HOOKS - {"release", *(["look_up"] if name == "radix" else [])}
         return
     # The very end of a call is after its change; a time may be given in vain.
     assert outcomes[True] > 1

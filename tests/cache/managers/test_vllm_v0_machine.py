@@ -43,7 +43,7 @@ class VLLMv0Machine(CachingMachine):
         return {self.cached[block] for block in self.computed}
 
     def growth(self, live, end):
-        """(position, its own block or None, the block that holds its content or None)."""
+        """Position, own block and block with that content (or None), of each block to write."""
         contents = dict(enumerate(self.full_contents(live.seq, end)))
         holders = {content: block for block, content in self.cached.items()}
         assert len(holders) == len(self.cached), "two blocks hold the same content"
@@ -166,13 +166,9 @@ class VLLMv0Machine(CachingMachine):
     def host_blocks_add_up(self):
         used = {block for live in self.swapped.values() for block in live.table}
         assert self.manager.cpu.num_free_blocks == self.num_cpu_blocks - len(used)
-        contents = {
-            (block, content)
-            for live in self.swapped.values()
-            for block, content in zip(
-                live.table, self.full_contents(live.seq, live.stored), strict=False
-            )
-        }
+        contents = set()
+        for live in self.swapped.values():
+            contents |= set(zip(live.table, self.full_contents(live.seq, live.stored)))  # noqa: B905
         assert len(contents) == len({content for _, content in contents}), "stored twice"
 
     @invariant()

@@ -79,7 +79,7 @@ def test_managers_half_of_each_prompt_is_cached():
 
 
 def test_managers_are_compared_with_vllm_of_the_same_hash(monkeypatch):
-    ours_of_theirs = {theirs: ours for ours, theirs in managers._HASH_OF_VLLM.items()}
+    ours_of_theirs = {theirs: ours for ours, theirs in HASH_ALGORITHMS.items()}
 
     def stand_in(hash_algorithm: str, num_blocks: int, block_size: int):
         manager = managers._Ours("vllm_v1", ours_of_theirs[hash_algorithm], num_blocks)
@@ -107,7 +107,7 @@ def test_managers_are_compared_with_vllm_of_the_same_hash(monkeypatch):
 def test_vllm_hits_what_ours_hits_and_its_scheduler_keeps_the_batch():
     """The comparison is of equal work; needs vLLM."""
     pytest.importorskip("vllm")
-    theirs = [VLLMManager(name, 1024, 16) for name in HASH_ALGORITHMS]
+    theirs = [VLLMManager(name, 1024, 16) for name in HASH_ALGORITHMS.values()]
     ours = cache.make_manager("vllm_v1", num_blocks=1024, block_size=16)
     prompts = managers._prompts(np.random.default_rng(0), 1024)
     for number in range(40):
