@@ -46,10 +46,10 @@ def page() -> str:
     proposals = _TEXTS["proposal"]
     text = _TEXTS["intro"].format(commit=commit)
     for proposal in proposals:
-        here = [proposal["remark"]] if "remark" in proposal else []
+        remarks = [proposal["remark"]] if "remark" in proposal else []
         if policy := proposal.get("policy"):
-            here.insert(0, comparison(points[policy], judged[policy]))
-        here = f"**{proposal['verdict']}** {'; '.join(here)}"
+            remarks.insert(0, comparison(points[policy], judged[policy]))
+        here = f"**{proposal['verdict']}** {'; '.join(remarks)}"
         text += _row([proposal["name"], proposal["source"], proposal.get("claim", ""), here])
     for trace, of_trace in points.groupby(level="trace", sort=False):
         pools = [f"{100 * pool:g} %" for _, pool in of_trace.index]
@@ -74,8 +74,10 @@ def _queue() -> str:
     for (trace, load), cells in rows.groupby(["trace", "load"], sort=False):
         rates = 100 * cells.groupby("policy")["block_hit_rate"].mean()
         share = shares.xs((trace, load), level=("trace", "load")).dropna()
-        gaps = [f"{s.mean():.0f} ({s.min():.0f} to {s.max():.0f})" for _, s in share.items()]
-        gaps = dict(zip(share, gaps, strict=True)) if len(share) else {}
+        gaps = {
+            policy: f"{s.mean():.0f} ({s.min():.0f} to {s.max():.0f})"
+            for policy, s in share.items()
+        }
         waiting = cells[cells["policy"] == "lru"]["mean_waiting"]
         text += _row(
             [trace, f"{load:g}", f"{load * (1 - rates['lru'] / 100):.2f}"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
 
 import cache
@@ -35,9 +35,9 @@ class Story:
 
     def __init__(self, manager: str, num_blocks: int) -> None:
         self.manager = cache.make_manager(manager, num_blocks=num_blocks, block_size=_BLOCK_SIZE)
-        self._blocks = self.manager.pool if manager == "vllm_v1" else self.manager.gpu
+        self._blocks = getattr(self.manager, "pool" if manager == "vllm_v1" else "gpu")
         self._happened: dict[int, dict[str, None]] = defaultdict(dict)  # kinds of each block
-        self._running: dict[str, cache.Sequence] = {}
+        self._running: dict[Hashable, cache.Sequence] = {}
         self._meanings: dict[bytes, str] = {}
         self._tokens: dict[int, list[int]] = {}
         self._copies: list[tuple[int, int]] = []

@@ -110,6 +110,8 @@ def _load_class(spec: str) -> type[EvictionPolicy]:
     module = sys.modules.get(module_name)
     if module is None:
         module_spec = importlib.util.spec_from_file_location(module_name, file)
+        assert module_spec is not None
+        assert module_spec.loader is not None
         module = sys.modules[module_name] = importlib.util.module_from_spec(module_spec)
         try:
             module_spec.loader.exec_module(module)

@@ -23,14 +23,11 @@ from __future__ import annotations
 
 import abc
 import copy
+import inspect
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from numbers import Integral
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from cache.replay.operations import Operations
-    from cache.traces.trace import Trace
+from typing import Any, NamedTuple
 
 
 class RequestInfo(NamedTuple):
@@ -64,14 +61,21 @@ class EvictionPolicy(abc.ABC):
     hooks: frozenset[str] = frozenset()
     """The optional methods that a class defines.  Owners of blocks need not call the other ones."""
 
+    compilable: bool = False
+    """Whether ``cache.simulate`` may compile it: a class of this package, or one that is derived
+    from it without overriding a method.  Set False to run in Python."""
+
     def __init_subclass__(cls, **options) -> None:
         super().__init_subclass__(**options)
         if "name" not in vars(cls):
             cls.name = cls.__name__
-        optional = ("tell", "look_up", "on_queued", "miss", "insert", "remove")
-        cls.hooks = frozenset(
-            name for name in optional if getattr(cls, name) is not getattr(EvictionPolicy, name)
-        )
+        optional = {"tell", "look_up", "on_queued", "miss", "insert", "remove"}
+        cls.hooks = frozenset(optional & _overridden(cls, EvictionPolicy))
+        if "compilable" not in vars(cls):
+            base = next(base for base in cls.__mro__[1:] if issubclass(base, EvictionPolicy))
+            cls.compilable = cls.__module__.startswith("cache.policies.") or (
+                base.compilable and not _overridden(cls, base) - _COMPILED_WITH_A_POLICY
+            )
 
     @abc.abstractmethod
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
@@ -81,6 +85,7 @@ class EvictionPolicy(abc.ABC):
         next (any increasing measure of time, ``math.inf`` for never).  Only offline policies
         need it, and they raise ValueError without it.
         """
+        self._capacity = capacity
 
     def tell(self, request: RequestInfo) -> None:  # noqa: B027
         """The next calls are about ``request``.
@@ -160,13 +165,6 @@ class EvictionPolicy(abc.ABC):
             raise IndexError(f"evict_many: count={count}, but {len(self)} blocks are released")
         return [self.evict() for _ in range(count)]
 
-    def operations(self, trace: Trace, capacity: int) -> Operations | None:
-        """What ``cache.simulate`` compiles instead of calling the methods above; None: nothing.
-
-        A class that overrides methods must not inherit those of its base.
-        """
-        return None
-
     def _require_future(self, next_use: Callable[[int], float] | None) -> Callable[[int], float]:
         if next_use is None:
             raise ValueError(
@@ -176,9 +174,19 @@ class EvictionPolicy(abc.ABC):
         return next_use
 
 
+_COMPILED_WITH_A_POLICY = {"own_state", "priority", "classify", "learn"}
+
+
+def _overridden(cls: type, base: type) -> set[str]:
+    """Methods of ``base`` that are others in ``cls``, special ones excluded."""
+    methods = {name for name in dir(base) if not name.startswith("__")}
+    functions = {name for name in methods if inspect.isfunction(getattr(cls, name))}
+    return {name for name in functions if getattr(cls, name) is not getattr(base, name)}
+
+
 def check_victims(
     policy: EvictionPolicy,
-    victims: Collection[object],
+    victims: Collection[Any],
     is_released: Callable[[int], bool],
     count: int = 1,
 ) -> None:
@@ -192,7 +200,7 @@ def check_victims(
         raise RuntimeError(f"policy {policy.name!r}: evict_many({count}) gave {victims!r}, no list")
     seen = set()
     for victim in victims:
-        is_block = isinstance(victim, Integral) and victim >= 0
+        is_block = isinstance(victim, Integral) and int(victim) >= 0
         if not is_block or victim in seen or not is_released(victim):
             raise wrong_victim(policy, victim)
         seen.add(victim)

@@ -11,14 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cache.policies.base import UNKNOWN_REQUEST, EvictionPolicy, RequestInfo
-from cache.policies.lazy_heap import LazyHeap
 from cache.policies.queues import GhostList, num_ghosts
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from cache.replay.operations import Operations
-    from cache.traces.trace import Trace
 
 NUM_BINS = 32
 """Age bin 0 is below 1 ms.  Bin b > 0 begins at 2 ** (b - 1) ms, the last after 12 days."""
@@ -110,12 +106,13 @@ class ClassPolicy(EvictionPolicy):
         self._released: set[int] = set()
         self._classes: list[OrderedDict[int, _Block]]
         self._classes = [OrderedDict() for _ in range(self.num_classes)]
-        self._oldest: LazyHeap | None = None  # classes by worth now, of their oldest blocks
-        self._ghosts = GhostList(num_ghosts(self, capacity))
+        self._ghosts = GhostList(num_ghosts(self.name, self.ghost_ratio, capacity))
         self._returned = np.zeros((self.num_classes, NUM_BINS))
         self._gone = np.zeros(self.num_classes)
         self._worths = np.zeros((self.num_classes, NUM_BINS + 1))
         self._num_releases, self._learn_at = 0, LEARN_FIRST
+        # The class of the last victim, or -1 if more has changed since, and its release.
+        self._class, self._number, self._released_ms = -1, 0, 0.0
         self._request = UNKNOWN_REQUEST
         self._now = 0.0
 
@@ -123,7 +120,7 @@ class ClassPolicy(EvictionPolicy):
         self._request = request
         if request.time_ms > self._now:
             self._now = request.time_ms
-            self._oldest = None
+            self._class = -1
 
     def insert(self, block: int, key: Hashable, parent: Hashable | None, depth: int) -> None:
         if block in self._blocks:
@@ -136,27 +133,8 @@ class ClassPolicy(EvictionPolicy):
         if block not in self._released:
             raise ValueError(f"pin: block {block} is not a released one")
         self._released.remove(block)
-        record = self._blocks[block]
-        blocks = self._classes[record.class_]
-        is_oldest = block == next(iter(blocks))
-        del blocks[block]
-        if is_oldest and self._oldest is not None:
-            following = next(iter(blocks.values()), None)
-            # What was released with it and right after it has the same place among the classes.
-            if (
-                following is None
-                or following.number != record.number + 1
-                or following.released_ms != record.released_ms
-            ):
-                self._oldest.remove(record.class_)
-                if following:
-                    self._rank(record.class_)
-
-    def _rank(self, class_: int) -> None:
-        """Enter a class that has blocks into ``_oldest``."""
-        record = next(iter(self._classes[class_].values()))
-        worth = worth_at(self._worths[class_], self._now - record.released_ms)
-        self._oldest.push(class_, worth, record.number)
+        self._class = -1
+        del self._classes[self._blocks[block].class_][block]
 
     def release(self, block: int) -> None:
         self.release_many((block,))
@@ -167,7 +145,7 @@ class ClassPolicy(EvictionPolicy):
             if block not in self._blocks or block in self._released:
                 raise ValueError(f"release: block {block} is not in use")
         self._released.update(blocks)
-        self._oldest = None
+        self._class = -1
         self._access(blocks)
 
     def _access(self, blocks: Sequence[int]) -> None:
@@ -214,33 +192,45 @@ class ClassPolicy(EvictionPolicy):
     def evict(self) -> int:
         if not self._released:
             raise IndexError("evict: no block is released")
-        if self._oldest is None:
-            self._oldest = LazyHeap()
-            for class_, blocks in enumerate(self._classes):
-                if blocks:
-                    self._rank(class_)
-        _, class_ = self._oldest.first()
-        block = next(iter(self._classes[class_]))
-        self.remove(block)
+        block = self._choose()
+        self._give_up(block)
         return block
 
+    def _choose(self) -> int:
+        """The oldest block of the class worth least.  Compiled as it is, as is ``remove``."""
+        if self._class >= 0:  # what was released right after the last victim is worth as much
+            block = self._oldest(self._class)
+            if block >= 0:
+                record = self._blocks[block]
+                if record.number == self._number + 1 and record.released_ms == self._released_ms:
+                    self._number += 1
+                    return block
+        least, least_worth = -1, 0.0
+        for class_ in range(len(self._worths)):
+            block = self._oldest(class_)
+            if block >= 0:
+                record = self._blocks[block]
+                worth = worth_at(self._worths[class_], self._now - record.released_ms)
+                if least < 0 or (worth, record.number) < (least_worth, self._number):
+                    least, least_worth, self._class = block, worth, class_
+                    self._number, self._released_ms = record.number, record.released_ms
+        return least
+
+    def _oldest(self, class_: int) -> int:
+        """The oldest released block of a class; -1 if there is none."""
+        return next(iter(self._classes[class_]), -1)
+
     def remove(self, block: int) -> None:
-        self.pin(block)
+        if self._oldest(self._blocks[block].class_) == block:
+            self._class = -1
+        self._give_up(block)
+
+    def _give_up(self, block: int) -> None:
+        self._released.remove(block)
         record = self._blocks.pop(block)
+        del self._classes[record.class_][block]
         self._gone[record.class_] += record.weight
         self._ghosts.add(record.key, record)
 
     def __len__(self) -> int:
         return len(self._released)
-
-    def operations(self, trace: Trace, capacity: int) -> Operations | None:
-        if any(getattr(type(self), name) is not getattr(ClassPolicy, name) for name in _COMPILED):
-            return None
-        from cache.replay.compiled_classes import operations_of  # numba is slow to import
-
-        return operations_of(self, trace, capacity)
-
-
-_COMPILED = {"start", "tell", "look_up", "miss", "insert", "pin", "release", "release_many"}
-_COMPILED |= {"evict", "remove"}
-"""Methods that the compiled replay stands in for."""

@@ -5,9 +5,12 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Hashable, Iterator
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item", bound=Hashable)
 
 
-class LazyHeap:
+class LazyHeap(Generic[Item]):
     """Hashable items by rising priority; ties by order of arrival.
 
     A priority is one number or several, compared in order.  A removed item leaves a stale entry in
@@ -17,10 +20,10 @@ class LazyHeap:
 
     def __init__(self) -> None:
         self._heap: list[tuple] = []  # (*priority, ticket, item)
-        self._tickets: dict[Hashable, int] = {}  # of the entries that count
+        self._tickets: dict[Item, int] = {}  # of the entries that count
         self._num_tickets = 0
 
-    def push(self, item: Hashable, *priority: float) -> None:
+    def push(self, item: Item, *priority: float) -> None:
         """Enter ``item``.  Raises ValueError if it is here already."""
         if item in self._tickets:
             raise ValueError(f"push: {item!r} is here already")
@@ -31,15 +34,15 @@ class LazyHeap:
             self._heap = self._counting()
             heapq.heapify(self._heap)
 
-    def remove(self, item: Hashable) -> None:
+    def remove(self, item: Item) -> None:
         """Take ``item`` out, wherever it is.  Raises KeyError if it is not here."""
         del self._tickets[item]
 
-    def discard(self, item: Hashable) -> None:
+    def discard(self, item: Item) -> None:
         """``remove``, if it is here."""
         self._tickets.pop(item, None)
 
-    def pop(self) -> tuple[float, Hashable]:
+    def pop(self) -> tuple[float, Item]:
         """Remove the first item; returns the first number of its priority, and the item.
 
         Raises IndexError if there is none.
@@ -49,7 +52,7 @@ class LazyHeap:
         del self._tickets[first[1]]
         return first
 
-    def first(self) -> tuple[float, Hashable]:
+    def first(self) -> tuple[float, Item]:
         """The result of ``pop``, without removal."""
         while True:
             entry = self._heap[0]
@@ -61,13 +64,13 @@ class LazyHeap:
         """The first number of the first item's priority; infinity without any item."""
         return self.first()[0] if self._tickets else math.inf
 
-    def __contains__(self, item: Hashable) -> bool:
+    def __contains__(self, item: Item) -> bool:
         return item in self._tickets
 
     def __len__(self) -> int:
         return len(self._tickets)
 
-    def __iter__(self) -> Iterator[Hashable]:
+    def __iter__(self) -> Iterator[Item]:
         """The items in the order in which ``pop`` would return them now."""
         return (entry[-1] for entry in sorted(self._counting()))
 

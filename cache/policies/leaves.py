@@ -6,14 +6,9 @@ import abc
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from cache.policies.base import UNKNOWN_REQUEST, EvictionPolicy, RequestInfo
 from cache.policies.lazy_heap import LazyHeap
-
-if TYPE_CHECKING:
-    from cache.replay.operations import Operations
-    from cache.traces.trace import Trace
 
 
 @dataclass(slots=True, eq=False)
@@ -45,22 +40,15 @@ class LeafPolicy(EvictionPolicy):
     """
 
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
-        self._capacity = capacity
+        super().start(capacity)
         self._request = UNKNOWN_REQUEST
         self._now = 0.0
         """Time of the latest request, ms; if unknown, each release counts as a second."""
         self._nodes: dict[int, Node] = {}
         self._with_key: dict[Hashable, int] = {}
         self._released: dict[int, None] = {}
-        self._leaves = LazyHeap()
+        self._leaves: LazyHeap[int] = LazyHeap()
         self._reset()
-
-    def operations(self, trace: Trace, capacity: int) -> Operations | None:
-        if not type(self).__module__.startswith("cache.policies."):
-            return None
-        from cache.replay.compiled_leaves import operations_of  # numba is slow to import
-
-        return operations_of(self, trace, capacity)
 
     def tell(self, request: RequestInfo) -> None:
         self._request = request

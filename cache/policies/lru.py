@@ -13,7 +13,6 @@ class LRU(PriorityPolicy):
     """Evicts the block whose last access is oldest: the free queue of vLLM v1 and Nano-vLLM."""
 
     name = "lru"
-    compilable = True
 
     @staticmethod
     def priority(block: BlockHistory) -> float:

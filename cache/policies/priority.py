@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, MutableSequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cache.policies.base import UNKNOWN_REQUEST, EvictionPolicy, RequestInfo
 from cache.policies.lazy_heap import LazyHeap
@@ -16,12 +16,6 @@ from cache.policies.queues import GhostList, num_ghosts
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from cache.replay.operations import Operations
-    from cache.traces.trace import Trace
-
-_METHODS = {"start", "insert", "pin", "pin_many", "release", "release_many", "evict", "evict_many"}
-_METHODS |= {"rank", "remove", "tell", "look_up", "miss"}
 
 
 def record(**fields: float) -> np.record:
@@ -59,7 +53,7 @@ class BlockHistory(NamedTuple):
     """Time since the release before this one, a ghost's included; NaN: there is none."""
     request: RequestInfo = UNKNOWN_REQUEST
     """The request that releases the block."""
-    memory: MutableSequence[float] = ()
+    memory: MutableSequence[float] = []  # noqa: RUF012
     """``memory_size`` numbers that ``priority`` may change; zeros when the content comes in."""
 
 
@@ -75,7 +69,6 @@ class _Record:
     inserted: int = 0
     accesses: int = 0
     priority: float = math.nan
-    memory: MutableSequence[float] = ()
     queued: int = 0  # since when it has this priority: the place among equals
 
 
@@ -86,10 +79,6 @@ class PriorityPolicy(EvictionPolicy):
     the policy calls once per release.  A block whose priority did not change keeps its place in
     the queue.  ``cache.simulate`` compiles it if numba can, and otherwise runs it in Python.
     """
-
-    compilable: bool = False
-    """True in a subclass that overrides methods but still evicts by ``priority``.  A subclass sets
-    False if its ``priority`` must not be compiled."""
 
     ghost_ratio: float = 0.0
     """Number of evicted contents whose accesses are remembered, in multiples of the capacity."""
@@ -110,10 +99,11 @@ class PriorityPolicy(EvictionPolicy):
 
     @staticmethod
     @abc.abstractmethod
-    def priority(block: BlockHistory) -> float:
-        """The value of keeping the block; the smallest is evicted first.
+    def priority(*args: Any, **kwargs: Any) -> float:
+        """The value of keeping a block; the smallest is evicted first.
 
-        If the class defines ``own_state`` it takes that as a second argument.
+        Its argument is a :class:`BlockHistory`.  If the class defines ``own_state`` it takes that
+        as a second argument.
         """
 
     def own_state(self, capacity: int) -> np.record | None:
@@ -126,27 +116,9 @@ class PriorityPolicy(EvictionPolicy):
 
     @classmethod
     def describing_priority(cls) -> Callable[[BlockHistory], float] | None:
-        """``priority``, if the order of evictions follows from it alone, else None.
-
-        It is a plain function, and no class overrides a method without saying ``compilable``.
-        """
+        """``priority``, if it is static and decides the order of evictions alone, else None."""
         priority = inspect.getattr_static(cls, "priority")
-        if not isinstance(priority, staticmethod):
-            return None
-        for base in cls.__mro__:
-            own = vars(base)
-            if base is PriorityPolicy or own.get("compilable"):
-                return priority.__func__
-            if "compilable" in own or not _METHODS.isdisjoint(own):
-                return None
-        return None
-
-    def operations(self, trace: Trace, capacity: int) -> Operations | None:
-        if (priority := self.describing_priority()) is None:
-            return None
-        from cache.replay.compiled import operations_of  # numba is slow to import
-
-        return operations_of(self, priority, trace, capacity)
+        return priority.__func__ if cls.compilable and isinstance(priority, staticmethod) else None
 
     def rank(self, block: BlockHistory) -> float:
         """``priority(block)``; ValueError if that is not a number."""
@@ -167,10 +139,11 @@ class PriorityPolicy(EvictionPolicy):
         self._next_use = self._require_future(next_use) if self.needs_future else next_use
         self._own = self.own_state(capacity)
         self._request = UNKNOWN_REQUEST
-        self._ghosts = GhostList(num_ghosts(self, capacity))
+        self._ghosts = GhostList(num_ghosts(self.name, self.ghost_ratio, capacity))
         self._children: Counter[Hashable] = Counter()  # by key of the parent, resident or not
+        self._memory: dict[int, list[float]] = {}
         self._records: dict[int, _Record] = {}
-        self._released = LazyHeap()
+        self._released: LazyHeap[int] = LazyHeap()
         self._queued = 0
         self._time = 0
         self._clock = 0.0
@@ -182,18 +155,16 @@ class PriorityPolicy(EvictionPolicy):
         if block in self._records:
             raise ValueError(f"insert: block {block} holds content already")
         record = self._records[block] = _Record(depth, key, parent)
-        if self.memory_size:
-            record.memory = [0.0] * self.memory_size
+        self._memory[block] = [0.0] * self.memory_size
         if parent is not None:
             self._children[parent] += 1
         if ghost := self._ghosts.take(key):
             record.accessed, record.before = ghost.accessed, ghost.before + ghost.accesses
 
     def pin(self, block: int) -> None:
-        try:
-            self._released.remove(block)
-        except KeyError:
-            raise ValueError(f"pin: block {block} is not a released one") from None
+        if block not in self._released:
+            raise ValueError(f"pin: block {block} is not a released one")
+        self._released.remove(block)
 
     def release(self, block: int) -> None:
         self.release_many((block,))
@@ -201,13 +172,14 @@ class PriorityPolicy(EvictionPolicy):
     def release_many(self, blocks: Iterable[int]) -> None:
         self._time += 1
         for block in blocks:
+            if block in self._released:
+                raise ValueError(f"release: block {block} is released already")
             self._release(block)
 
     def evict(self) -> int:
-        try:
-            self._clock, block = self._released.pop()
-        except IndexError:
-            raise IndexError("evict: no block is released") from None
+        if not self._released:
+            raise IndexError("evict: no block is released")
+        self._clock, block = self._released.pop()
         self._give_up(block)
         return block
 
@@ -217,6 +189,7 @@ class PriorityPolicy(EvictionPolicy):
 
     def _give_up(self, block: int) -> None:
         record = self._records.pop(block)
+        del self._memory[block]
         if record.parent is not None:
             self._children[record.parent] -= 1
             if not self._children[record.parent]:
@@ -230,7 +203,11 @@ class PriorityPolicy(EvictionPolicy):
     def __iter__(self) -> Iterator[int]:
         return iter(self._released)
 
+    def _next_use_of(self, block: int) -> float:
+        return math.nan if self._next_use is None else self._next_use(block)
+
     def _release(self, block: int) -> None:
+        """The replay compiles this method as it is."""
         record = self._records[block]
         inserted = record.inserted or self._time
         priority = self.rank(
@@ -239,21 +216,18 @@ class PriorityPolicy(EvictionPolicy):
                 self._time,
                 inserted,
                 record.accesses + 1,
-                math.nan if self._next_use is None else self._next_use(block),
+                self._next_use_of(block),
                 record.depth,
                 self._clock,
                 self._children[record.key],
                 record.before + record.accesses + 1,
                 self._time - record.accessed if record.accessed else math.nan,
                 self._request,
-                record.memory,
+                self._memory[block],
             )
         )
         queued = record.queued if priority == record.priority else self._queued + 1
-        try:
-            self._released.push(block, priority, queued)
-        except ValueError:
-            raise ValueError(f"release: block {block} is released already") from None
+        self._released.push(block, priority, queued)
         self._queued = max(self._queued, queued)
         record.priority, record.queued = priority, queued
         record.inserted = inserted

@@ -5,15 +5,10 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from cache.policies.base import wrong_victim
 from cache.policies.lazy_heap import LazyHeap
 from cache.policies.wrapping import WrappingPolicy
-
-if TYPE_CHECKING:
-    from cache.replay.operations import Operations
-    from cache.traces.trace import Trace
 
 
 class QueueInformed(WrappingPolicy):
@@ -35,7 +30,7 @@ class QueueInformed(WrappingPolicy):
         self._released: set[int] = set()  # the blocks of ``policy``
         self._queue: dict[tuple[int, ...], Sequence[Hashable]] = {}
         self._wanted: dict[Hashable, list[tuple[int, ...]]] = {}  # key to positions, sorted
-        self._spared = LazyHeap()  # blocks taken from ``policy``, wanted last first
+        self._spared: LazyHeap[int] = LazyHeap()  # blocks taken from ``policy``, wanted last first
         self._spared_block: dict[Hashable, int] = {}
 
     def on_queued(self, position: tuple[int, ...], keys: Sequence[Hashable]) -> None:
@@ -111,7 +106,3 @@ class QueueInformed(WrappingPolicy):
 
     def __len__(self) -> int:
         return len(self.policy) + len(self._spared)
-
-    def operations(self, trace: Trace, capacity: int) -> Operations | None:
-        # Nobody waits in a replay.
-        return self.policy.operations(trace, capacity) if type(self) is QueueInformed else None

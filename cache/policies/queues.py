@@ -6,13 +6,9 @@ import abc
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cache.policies.base import EvictionPolicy
-
-if TYPE_CHECKING:
-    from cache.replay.operations import Operations
-    from cache.traces.trace import Trace
 
 
 class Queue(OrderedDict[int, None]):
@@ -38,7 +34,7 @@ class QueuePolicy(EvictionPolicy):
     """
 
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
-        self._capacity = capacity
+        super().start(capacity)
         self._keys: dict[int, Hashable] = {}
         self._queue_of: dict[int, Queue] = {}  # empty in a subclass with a list of its own
         self._pinned: set[int] = set()
@@ -46,13 +42,6 @@ class QueuePolicy(EvictionPolicy):
         self._ghosts = GhostList(0)
         self._returning: dict[Hashable, int] = {}  # taken from the ghosts, to be admitted next
         self._reset()
-
-    def operations(self, trace: Trace, capacity: int) -> Operations | None:
-        if not type(self).__module__.startswith("cache.policies."):
-            return None
-        from cache.replay.compiled_queues import operations_of  # numba is slow to import
-
-        return operations_of(self, trace, capacity)
 
     def miss(self, key: Hashable) -> None:
         self._recall(self._ghosts, key)
@@ -140,15 +129,14 @@ class QueuePolicy(EvictionPolicy):
         queue.num_released += is_released
         self._queue_of[block] = queue
 
-    def _oldest(self, queue: Queue) -> int | None:
-        """The oldest released block of ``queue``; None if all of it is in use."""
-        if not queue.num_released:
-            return None  # as a whole round would find
-        while True:
+    def _oldest(self, queue: Queue) -> int:
+        """The oldest released block of ``queue``.  Raises IndexError if all of it is in use."""
+        while queue.num_released:
             block = next(iter(queue))
             if block not in self._pinned:
                 return block
             queue.move_to_end(block)
+        raise IndexError("all blocks of the queue are in use")
 
     def _first_of(self, queues: Iterable[Queue]) -> int:
         """The oldest released block of the first queue that has one."""
@@ -219,11 +207,9 @@ class GhostList:
         return len(self._values)
 
 
-def num_ghosts(policy: EvictionPolicy, capacity: int) -> int:
-    """``policy.ghost_ratio`` x capacity; ValueError if it is negative or infinite."""
-    if not 0 <= policy.ghost_ratio < math.inf:
-        raise ValueError(
-            f"policy {policy.name!r}: ghost_ratio must be finite and not negative, "
-            f"got {policy.ghost_ratio}"
-        )
-    return int(min(policy.ghost_ratio * capacity, 2**62))
+def num_ghosts(policy: str, ratio: float, capacity: int) -> int:
+    """``ratio`` x capacity.  Raises ValueError if ``ratio`` is negative or infinite."""
+    if not 0 <= ratio < math.inf:
+        reason = f"ghost_ratio must be finite and not negative, got {ratio}"
+        raise ValueError(f"policy {policy!r}: {reason}")
+    return int(min(ratio * capacity, 2**62))

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from cache.policies.base import EvictionPolicy
 
-if TYPE_CHECKING:
-    from cache.replay.operations import Operations
-    from cache.traces.trace import Trace
-
 
 class Bag:
-    """Hashable items, sampled uniformly.  Every operation is O(1)."""
+    """Blocks, sampled uniformly.  Every operation is O(1)."""
 
     def __init__(self) -> None:
-        self._items: list[Hashable] = []
-        self._position: dict[Hashable, int] = {}
+        self._items: list[int] = []
+        self._position: dict[int, int] = {}
 
-    def add(self, item: Hashable) -> None:
+    def add(self, item: int) -> None:
         self._position[item] = len(self._items)
         self._items.append(item)
 
-    def remove(self, item: Hashable) -> None:
+    def remove(self, item: int) -> None:
         """Raises KeyError if ``item`` is not here."""
         position, last = self._position[item], self._items.pop()
         if last != item:  # the last one fills the gap
@@ -32,13 +27,13 @@ class Bag:
             self._position[last] = position
         del self._position[item]
 
-    def draw(self, generator: random.Random) -> Hashable:
+    def draw(self, generator: random.Random) -> int:
         """Remove and return an item, sampled uniformly."""
         item = self._items[int(generator.random() * len(self._items))]
         self.remove(item)
         return item
 
-    def __contains__(self, item: Hashable) -> bool:
+    def __contains__(self, item: int) -> bool:
         return item in self._position
 
     def __len__(self) -> int:
@@ -59,13 +54,6 @@ class Random(EvictionPolicy):
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
         self._generator = random.Random(self.seed)
         self._released = Bag()
-
-    def operations(self, trace: Trace, capacity: int) -> Operations | None:
-        if type(self) is not Random:
-            return None
-        from cache.replay.compiled_random import operations_of  # numba is slow to import
-
-        return operations_of(self, trace, capacity)
 
     def pin(self, block: int) -> None:
         self._released.remove(block)

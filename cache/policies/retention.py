@@ -56,7 +56,7 @@ class Retention(LeafPolicy):
             [first, math.inf if end is None else end, priority, -1 if ms is None else ms]
             for first, end, priority, ms in rows
         ]
-        self._expiring = LazyHeap()
+        self._expiring: LazyHeap[int] = LazyHeap()
         self._places = 0
 
     def _access(self, blocks: Sequence[int]) -> None:

@@ -33,7 +33,7 @@ class WorkloadAware(LeafPolicy):
         # By category: releases, returns, the sum of the times until these, leaves by last access.
         self._releases, self._returns = [0.0] * self.max_turn, [0.0] * self.max_turn
         self._waited_ms = [0.0] * self.max_turn
-        self._leaves_of = [LazyHeap() for _ in range(self.max_turn)]
+        self._leaves_of: list[LazyHeap[int]] = [LazyHeap() for _ in range(self.max_turn)]
         self._life = 0.0
 
     def _access(self, blocks: Sequence[int]) -> None:

@@ -1,13 +1,12 @@
-"""``PriorityPolicy`` in compiled code.
+"""The policies of this package as ``Operations``; here ``PriorityPolicy``, ``LRU`` and ``Random``.
 
-Blocks are the dense ids of the trace, so the state of a block is one record in an array.  Entries
-of the queue that come in by rising priority are in an array, the others in a heap.  An entry whose
-block has been entered again is stale.
+Blocks are the dense ids of the trace, so the state of a block is one record in an array.
 """
 
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -16,59 +15,94 @@ import numba.extending
 import numpy as np
 
 from cache.policies.base import UNKNOWN_REQUEST, EvictionPolicy
-from cache.policies.priority import BlockHistory, PriorityPolicy
-from cache.policies.queues import num_ghosts
+from cache.policies.classes import ClassPolicy
+from cache.policies.leaves import LeafPolicy
+from cache.policies.lru import LRU
+from cache.policies.priority import PriorityPolicy
+from cache.policies.queue_informed import QueueInformed
+from cache.policies.queues import QueuePolicy
+from cache.policies.random import Random
+from cache.replay import compiled_classes, compiled_leaves, compiled_queues
+from cache.replay.containers import LINKS, bag, empty_lists, ghosts, heaps, link, unlink
 from cache.replay.operations import Operations
 from cache.traces.trace import Trace
 
-_BLOCK = np.dtype(
-    [
-        ("priority", np.float64),
-        ("ticket", np.int64),  # number of the queue entry that counts; settles ties
-        ("inserted", np.int32),
-        ("accesses", np.int32),
-        ("depth", np.int32),
-        ("accessed", np.int32),  # its last release; 0: none is remembered
-        ("before", np.int32),  # accesses before the eviction, if remembered
-        ("children", np.int32),
-        ("parent", np.int32),
-        ("ghost", np.int32),  # its place among the ghosts plus one; 0: no ghost
-        ("in_use", np.bool_),
-        ("queued", np.bool_),  # whether the entry that counts is still in a queue
-    ],
-    align=True,
-)
+_NUMBERS = "depth", "accessed", "before", "inserted", "accesses", "priority", "queued"
+_RECORD = np.dtype([(name, np.float64) for name in _NUMBERS] + [("key", int), ("parent", int)])
 _EXACT = 2.0**53
 """Up to here every integer is a float64."""
-_ENTRY = np.dtype([("priority", np.float64), ("ticket", np.int64), ("block", np.int64)])
 
 
-def operations_of(
-    policy: PriorityPolicy, priority: Callable[..., float], trace: Trace, capacity: int
-) -> Operations:
+def operations_of(policy: EvictionPolicy, trace: Trace, capacity: int) -> Operations | None:
+    """The policy in compiled code, at its start; None if some of it cannot be compiled."""
+    if not policy.compilable:
+        return None
+    if isinstance(policy, QueueInformed):  # nobody waits in a replay
+        return operations_of(policy.policy, trace, capacity)
+    if isinstance(policy, LRU):
+        links = empty_lists(trace.num_unique_blocks + 1, LINKS)  # the last is the end
+        return Operations(policy.name, _LRU, {"links": links})
+    if isinstance(policy, Random):
+        return Operations(policy.name, _RANDOM, {"_bag": bag(trace, random.Random(policy.seed))})
+    if isinstance(policy, PriorityPolicy):
+        return _of_priority(policy, trace, capacity)
+    if isinstance(policy, ClassPolicy):
+        return compiled_classes.operations_of(policy, trace, capacity)
+    if isinstance(policy, LeafPolicy):
+        return compiled_leaves.operations_of(policy, trace, capacity, operations_of)
+    if isinstance(policy, QueuePolicy):
+        return compiled_queues.operations_of(policy, trace, capacity)
+    return None
+
+
+def _nothing(self, block, key, parent, depth):
+    pass
+
+
+def _append_all(self, blocks):
+    for block in blocks:
+        link(self.links, block, len(self.links) - 1)
+
+
+def _take_oldest(self):
+    block = self.links[len(self.links) - 1].newer
+    unlink(self.links, block)
+    return block
+
+
+def _add_all(self, blocks):
+    for block in blocks:
+        self._bag.add(block)
+
+
+_LRU = {"insert": _nothing, "release_many": _append_all, "evict": _take_oldest}
+_LRU |= dict.fromkeys(("pin", "remove"), lambda self, block: unlink(self.links, block))
+_RANDOM = {"insert": _nothing, "release_many": _add_all, "evict": lambda self: self._bag.draw()}
+_RANDOM |= dict.fromkeys(("pin", "remove"), lambda self, block: self._bag.remove(block))
+
+
+def _of_priority(policy: PriorityPolicy, trace: Trace, capacity: int) -> Operations | None:
     """``priority`` is computed in float64.  Without a state of its own it may be an integer in
-    Python, so ``release_many`` raises OverflowError beyond 2**53, where float64 rounds integers.
+    Python, so ``rank`` raises OverflowError beyond 2**53, where float64 rounds integers.
     """
+    if (priority := policy.describing_priority()) is None:
+        return None
     num_blocks = trace.num_unique_blocks
     next_uses = np.empty(0)
     if policy.needs_future:
         next_uses = next_uses_of(trace.block_ids, trace.offsets, num_blocks, capacity)
-    queues = np.empty((2, 2 * min(capacity, num_blocks) + 64), _ENTRY)
     state = {
-        "_blocks": np.zeros(num_blocks, _BLOCK),
-        "rising": queues[0],
-        "rising_head": 0,
-        "rising_tail": 0,
-        "heap": queues[1],
-        "heap_size": 0,
-        "tickets": 0,
-        "time": 0,
-        "clock": 0.0,
-        "request": UNKNOWN_REQUEST,
+        "_records": np.zeros(num_blocks, _RECORD),
+        "_children": np.zeros(num_blocks),
+        "_memory": np.zeros((num_blocks, policy.memory_size)),
+        "_released": heaps(num_blocks, capacity),
+        "_ghosts": ghosts(policy, trace, capacity),
+        "_request": UNKNOWN_REQUEST,
+        **dict.fromkeys(("_time", "_queued", "_clock"), 0.0),
         "offsets": trace.offsets,
         "next_uses": next_uses,
-        "memory": np.zeros((num_blocks, policy.memory_size)),
-    } | ghosts_of(policy, trace, capacity)
+        "reference": 0,  # of the block that is released, in the trace
+    }
     own = policy.own_state(capacity)
     if own is not None:
         state["own"] = own
@@ -76,7 +110,7 @@ def operations_of(
 
 
 @functools.cache
-def _methods(priority: Callable[..., float], has_own: bool) -> dict[str, Callable]:
+def _methods(priority: Callable[..., float], has_own: bool) -> dict[str, Any]:
     numba.extending.register_jitable(priority)
 
     def rank(self, history):
@@ -90,214 +124,58 @@ def _methods(priority: Callable[..., float], has_own: bool) -> dict[str, Callabl
             raise ValueError("the policy's priority of a block is nan, not a number")
         return value
 
-    methods = (insert, pin, release_many, evict, remove, remember, _enter, _push)
-    return {"rank": rank, "tell": tell} | {f.__name__: f for f in methods}
+    shared = {"tell": PriorityPolicy.tell, "_release": PriorityPolicy._release}
+    own = (rank, insert, pin, release_many, evict, remove, _next_use_of, _give_up)
+    return shared | {function.__name__: function for function in own}
 
 
-def tell(self, request):
-    self.request = request
-
-
-def insert(self, block_id, key, parent, depth):
-    block = self._blocks[block_id]
-    block.in_use = True
-    block.queued = False
-    block.priority = np.nan
-    block.inserted = 0
-    if block.ghost:
-        block.ghost = 0
-        self.live_ghosts -= 1
-        block.before += block.accesses
+def insert(self, block, key, parent, depth):
+    record = self._records[block]
+    if self._ghosts.take(block):
+        record.before += record.accesses
     else:
-        block.before = 0
-        block.accessed = 0
-    block.accesses = 0
-    if self.memory.size:
-        self.memory[block_id] = 0.0
-    block.depth = depth
-    if depth:
-        block.parent = parent
-        self._blocks[parent].children += 1
+        record.before = record.accessed = 0.0
+    record.inserted = record.accesses = 0.0
+    record.priority = np.nan
+    record.key, record.parent, record.depth = key, parent, depth
+    if self._memory.size:
+        self._memory[block] = 0.0
+    if parent >= 0:
+        self._children[parent] += 1.0
 
 
-def pin(self, block_id):
-    self._blocks[block_id].in_use = True
+def pin(self, block):
+    self._released.remove(block)
 
 
-def release_many(self, ids):
-    blocks, clock, request = self._blocks, self.clock, self.request
-    next_uses, memory = self.next_uses, self.memory
-    self.time += 1
-    time = self.time
-    at = self.offsets[time - 1] + len(ids)
-    for block_id in ids:
-        at -= 1
-        block = blocks[block_id]
-        block.in_use = False
-        block.accesses += 1
-        if block.inserted == 0:
-            block.inserted = time
-        interval = float(time - block.accessed) if block.accessed else np.nan
-        block.accessed = time
-        priority = self.rank(
-            BlockHistory(
-                np.float64(block_id),
-                np.float64(time),
-                np.float64(block.inserted),
-                np.float64(block.accesses),
-                next_uses[at] if len(next_uses) else np.nan,
-                np.float64(block.depth),
-                clock,
-                np.float64(block.children),
-                np.float64(block.before + block.accesses),
-                interval,
-                request,
-                memory[block_id],
-            )
-        )
-        if priority != block.priority:
-            self.tickets += 1
-            block.priority = priority
-            block.ticket = self.tickets
-            self._enter(priority, block_id)
-        elif not block.queued:  # it was dropped while in use and takes its place again
-            self._push(priority, block.ticket, block_id)
-        block.queued = True
+def release_many(self, blocks):
+    self._time += 1.0
+    self.reference = self.offsets[int(self._time) - 1] + len(blocks)
+    for block in blocks:
+        self._release(block)
+
+
+def _next_use_of(self, block):
+    self.reference -= 1
+    return self.next_uses[self.reference] if len(self.next_uses) else np.nan
 
 
 def evict(self):
-    rising, heap = self.rising, self.heap
-    while True:
-        if self.rising_head < self.rising_tail and (
-            self.heap_size == 0 or _before(rising[self.rising_head], heap[0])
-        ):
-            first = rising[self.rising_head]
-            priority, ticket, block_id = first.priority, first.ticket, first.block
-            self.rising_head += 1
-        else:
-            priority, ticket, block_id = heap[0].priority, heap[0].ticket, heap[0].block
-            self.heap_size -= 1
-            if self.heap_size:
-                heap[0] = heap[self.heap_size]
-                _sift_down(heap, 0, self.heap_size)
-        block = self._blocks[block_id]
-        if block.ticket == ticket and block.queued:
-            block.queued = False
-            if not block.in_use:
-                break
-    self.clock = priority
-    self.remove(block_id)
-    return block_id
+    self._clock, block = self._released.pop()
+    self._give_up(block)
+    return block
 
 
-def remove(self, block_id):
-    block = self._blocks[block_id]
-    block.queued = False
-    if block.depth:
-        self._blocks[block.parent].children -= 1
-    self.remember(block_id)
+def remove(self, block):
+    self._released.remove(block)
+    self._give_up(block)
 
 
-def ghosts_of(policy: EvictionPolicy, trace: Trace, capacity: int) -> dict[str, Any]:
-    """The attributes that ``remember`` needs."""
-    num = num_ghosts(policy, capacity)
-    ghosts = np.empty(trace.num_block_references if num else 0, np.int32)
-    counts = {"first_ghost": 0, "last_ghost": 0, "live_ghosts": 0}
-    return {"num_ghosts": num, "ghosts": ghosts} | counts
-
-
-def remember(self, block_id):
-    if not self.num_ghosts:
-        return
-    self.ghosts[self.last_ghost] = block_id
-    self.last_ghost += 1
-    self._blocks[block_id].ghost = self.last_ghost
-    self.live_ghosts += 1
-    while self.live_ghosts > self.num_ghosts:
-        oldest = self._blocks[self.ghosts[self.first_ghost]]
-        self.first_ghost += 1
-        if oldest.ghost == self.first_ghost:
-            oldest.ghost = 0
-            self.live_ghosts -= 1
-
-
-def _enter(self, priority, block_id):
-    """Queue a block with a new ticket."""
-    rising = self.rising
-    while self.rising_head < self.rising_tail and priority < rising[self.rising_tail - 1].priority:
-        self.rising_tail -= 1
-        last = rising[self.rising_tail]
-        self._push(last.priority, last.ticket, last.block)
-    if self.rising_tail == len(rising):
-        self.rising_tail = _drop_stale(rising, self.rising_head, self.rising_tail, self._blocks)
-        self.rising_head = 0
-    _set(rising, self.rising_tail, priority, self.tickets, block_id)
-    self.rising_tail += 1
-
-
-def _push(self, priority, ticket, block_id):
-    """Add an entry to the heap, dropping the stale ones first if there is no room."""
-    heap = self.heap
-    if self.heap_size == len(heap):
-        self.heap_size = _drop_stale(heap, 0, self.heap_size, self._blocks)
-        for root in range(self.heap_size // 2 - 1, -1, -1):
-            _sift_down(heap, root, self.heap_size)
-    _set(heap, self.heap_size, priority, ticket, block_id)
-    _sift_up(heap, self.heap_size)
-    self.heap_size += 1
-
-
-@numba.njit(inline="always")
-def _set(queue, at, priority, ticket, block):
-    queue[at].priority = priority
-    queue[at].ticket = ticket
-    queue[at].block = block
-
-
-@numba.njit(inline="always")
-def _before(a, b):
-    return a.priority < b.priority or (a.priority == b.priority and a.ticket < b.ticket)
-
-
-@numba.njit
-def _sift_up(heap, at):
-    priority, ticket, block = heap[at].priority, heap[at].ticket, heap[at].block
-    while at:
-        parent = (at - 1) >> 1
-        above = heap[parent]
-        if above.priority < priority or (above.priority == priority and above.ticket < ticket):
-            break
-        heap[at] = above
-        at = parent
-    _set(heap, at, priority, ticket, block)
-
-
-@numba.njit
-def _sift_down(heap, at, size):
-    priority, ticket, block = heap[at].priority, heap[at].ticket, heap[at].block
-    while True:
-        child = 2 * at + 1
-        if child >= size:
-            break
-        if child + 1 < size and _before(heap[child + 1], heap[child]):
-            child += 1
-        below = heap[child]
-        if priority < below.priority or (priority == below.priority and ticket < below.ticket):
-            break
-        heap[at] = below
-        at = child
-    _set(heap, at, priority, ticket, block)
-
-
-@numba.njit
-def _drop_stale(queue, head, tail, blocks):
-    """Move the entries that still count to the front, in order; returns how many there are."""
-    kept = 0
-    for at in range(head, tail):
-        if blocks[queue[at].block].queued and (blocks[queue[at].block].ticket == queue[at].ticket):
-            queue[kept] = queue[at]
-            kept += 1
-    return kept
+def _give_up(self, block):
+    parent = self._records[block].parent
+    if parent >= 0:
+        self._children[parent] -= 1.0
+    self._ghosts.add(block)
 
 
 @numba.njit(cache=True)

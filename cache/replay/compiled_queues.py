@@ -8,6 +8,7 @@ of its end stands for a queue.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 
 import numpy as np
 
@@ -46,8 +47,10 @@ def operations_of(policy: QueuePolicy, trace: Trace, capacity: int) -> Operation
     records = np.zeros(2 * num_blocks + len(ends), _RECORD)
     records["value"][2 * num_blocks :] = ends
     records["older"] = records["newer"] = np.arange(len(records))
-    own = {name: of for name, of in vars(type(policy)).items() if inspect.isfunction(of)}
-    own = {name: of for name, of in own.items() if name not in ("__init__", "_reset")}
+    own: dict[str, Callable] = {}
+    for base in reversed(type(policy).__mro__):
+        if issubclass(base, QueuePolicy) and base is not QueuePolicy:
+            own |= {name: of for name, of in vars(base).items() if inspect.isfunction(of)}
     state |= {"records": records, "num_blocks": num_blocks}
     return Operations(policy.name, _METHODS | own, state)
 
@@ -144,9 +147,9 @@ def _unlink(self, at):
     records[at].list = 0
 
 
-_FUNCTIONS = (insert, pin, release_many, evict, _remove, _move, _oldest)
-_FUNCTIONS += (_remember, _recall, _forget_oldest, _link, _unlink)
-_METHODS = {function.__name__: function for function in _FUNCTIONS} | {
+_ON_BLOCKS = (insert, pin, release_many, evict, _remove, _move, _oldest)
+_ON_GHOSTS = (_remember, _recall, _forget_oldest, _link, _unlink)
+_METHODS = {function.__name__: function for function in _ON_BLOCKS + _ON_GHOSTS} | {
     "miss": QueuePolicy.miss,
     "remove": lambda self, block: self._remove(block),
     "_settle": lambda self, block: self._move(block, self.records[block].list),

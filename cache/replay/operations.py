@@ -1,8 +1,8 @@
 """The serial replay of a policy whose methods numba compiles one by one.
 
 ``cache.replay.serial`` calls the methods of a policy in Python; the replay here calls compiled ones
-in the same order.  A policy joins if its ``operations(trace, capacity)`` gives ``Operations``: the
-functions that stand for its methods, and the attributes that these find in ``self`` at the start.
+in the same order.  ``cache.replay.compiled`` makes ``Operations`` of a policy: the functions that
+stand for its methods, and the attributes that these find in ``self`` at the start.
 
 The replay calls ``pin``, ``insert``, ``evict`` and ``release_many``, and ``look_up``, ``tell`` and
 ``miss`` if there are such.  Blocks and keys are the dense ids of the trace, the parent of a first
@@ -18,7 +18,7 @@ import hashlib
 import inspect
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from numba.core.typing.templates import AttributeTemplate
 from numba.extending import infer_getattr, models
 
 import cache
-from cache.policies.base import EvictionPolicy, RequestInfo
+from cache.policies.base import RequestInfo
 from cache.traces.trace import Trace
 
 
@@ -39,55 +39,63 @@ class Operations(NamedTuple):
     """A policy as functions that numba can compile."""
 
     name: str
-    methods: dict[str, Callable]
+    methods: Mapping[str, Any]
     """By the names that they have in ``self``.  These must not change during a process."""
     state: dict[str, Any]
     """Attributes of ``self``: arrays, records, numbers and ``Operations``."""
 
 
-def replay_of(policy: EvictionPolicy) -> Callable | None:
+def replay_of(
+    name: str, operations_of: Callable[[Trace, int], Operations | None]
+) -> Callable[[Trace, int], tuple[np.ndarray, np.ndarray]] | None:
     """``replay(trace, capacity)``; None, with a warning, if numba cannot compile the policy.
 
-    None as well if it has no ``operations``, or its integers are too large at once.
+    None as well if it has no ``Operations``, or its integers are too large at once.
     """
 
-    def arguments(trace: Trace, capacity: int) -> tuple:
+    def replay(trace: Trace, capacity: int) -> tuple[np.ndarray, np.ndarray]:
         facts, resident = trace.request_facts, np.zeros(trace.num_unique_blocks, np.bool_)
         block_ids = trace.block_ids.astype(np.int64)  # as all integers, for fewer compilations
-        state = _values(policy.operations(trace, capacity))
-        return block_ids, trace.offsets, capacity, facts, resident, state
+        state = _values(operations_of(trace, capacity))
+        return run(block_ids, trace.offsets, capacity, facts, resident, state)
 
     trace = Trace.from_requests([(0, 1, 1, [0])], name="tiny")
     try:
-        operations = policy.operations(trace, 1)
-    except OverflowError:
-        return None
-    if operations is None:
-        return None
-    if (key := _key_of(operations)) not in _RUNS:
+        operations = operations_of(trace, 1)
+        if operations is None:
+            return None
+        if (key := _key_of(operations)) in _RUNS:
+            return (run := _RUNS[key]) and replay
         run = _RUNS[key] = _compile(key)
         try:
-            run(*arguments(trace, 1))
-        except OverflowError:
+            replay(trace, 1)
+        except Exception:
+            if run.signatures or not _KINDS[key].is_built_in:
+                raise
+            run.recompile()  # what is kept on disk may be damaged, or of classes that are no more
+            replay(trace, 1)
+    except OverflowError:
+        return None
+    except Exception as error:  # numba raises errors of many kinds, the policy two of its own
+        if not (run.signatures and isinstance(error, ArithmeticError | ValueError)):
+            reason = str(error).partition("\n")[0]
+            warnings.warn(f"{name} runs in Python: numba: {reason}", stacklevel=3)
+            _RUNS[key] = None
             return None
-        except Exception as error:  # numba raises errors of many kinds, the policy two of its own
-            if not (run.signatures and isinstance(error, ArithmeticError | ValueError)):
-                reason = str(error).partition("\n")[0]
-                warnings.warn(f"{policy.name} runs in Python: numba: {reason}", stacklevel=3)
-                _RUNS[key] = None
-    run = _RUNS[key]
-    return run and (lambda trace, capacity: run(*arguments(trace, capacity)))
+    return replay
 
 
-_RUNS: dict[str, Callable | None] = {}
+_RUNS: dict[str, Any] = {}
+"""Dispatchers of numba by keys of ``_KINDS``; None: it could not compile the policy."""
 
 
-def _values(operations: Operations) -> tuple:
+def _values(operations: Operations | None) -> tuple:
+    assert operations is not None
     values = operations.state.values()
     return tuple(_values(value) if isinstance(value, Operations) else value for value in values)
 
 
-def _compile(key: str) -> Callable:
+def _compile(key: str) -> Any:
     def run(block_ids, offsets, capacity, request_facts, resident, state):
         policy = _make(key, state)
         num_requests = len(offsets) - 1
@@ -129,7 +137,7 @@ def _compile(key: str) -> Callable:
 class _Self(types.Type):
     """A pointer to the attributes of a policy, which are on the stack of the replay."""
 
-    def __init__(self, policy: str, state: types.BaseTuple) -> None:
+    def __init__(self, policy: str, state: Any) -> None:
         self.attributes: dict[str, types.Type] = {
             name: _KINDS[part].self_type(part, of) if part else types.unliteral(of)
             for (name, part), of in zip(_KINDS[policy].fields, state.types, strict=True)
@@ -148,7 +156,7 @@ class _Model(models.PrimitiveModel):
 class _Attributes(AttributeTemplate):
     key = _Self
 
-    def generic_resolve(self, self_type: _Self, name: str) -> types.Type | None:
+    def generic_resolve(self, self_type, name):  # type: ignore[override]
         return self_type.attributes.get(name)
 
 
@@ -185,7 +193,7 @@ def _make(_typing_context, key, state):
     return self_type(key, state), generate
 
 
-def _store(context, builder, self_type: _Self, state: types.BaseTuple, values):
+def _store(context, builder, self_type: _Self, state: Any, values):
     self = cgutils.alloca_once(builder, context.get_value_type(self_type.values))
     for place, (name, of) in enumerate(self_type.attributes.items()):
         value = builder.extract_value(values, place)
@@ -228,14 +236,11 @@ def _register(name: str, methods: tuple, fields: tuple) -> str:
     key = f"{'.'.join([name, *(part.partition(':')[0] for part in parts)])}: {code}"
     self_type = type(name, (_Self,), {})
     numba.extending.register_model(self_type)(_Model)
-    options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "forceinline": True}
+    jit_options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "forceinline": True}
+    options: dict[str, Any] = {"jit_options": jit_options}
     for method_name, method in (_OPTIONAL | dict(methods)).items():
-
-        def choose(*_arguments, method=method):
-            return method
-
-        choose.__signature__ = inspect.signature(method)
-        numba.extending.overload_method(self_type, method_name, jit_options=options)(choose)
+        choose = functools.wraps(method)(lambda *_, method=method: method)
+        numba.extending.overload_method(self_type, method_name, **options)(choose)
     _KINDS[key] = _Kind(self_type, fields, is_built_in)
     return key
 

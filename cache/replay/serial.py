@@ -19,6 +19,7 @@ import math
 import os
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from cache.checks import at_least
@@ -99,10 +100,11 @@ def simulate(
     # A larger pool evicts nothing either, and its size may overflow an int64.
     pool = min(capacity_blocks, max(trace.num_block_references, 1))
     replay = None
-    if type(policy).operations is not EvictionPolicy.operations:
-        from cache.replay.operations import replay_of  # numba is slow to import
+    if policy.compilable:
+        from cache.replay.compiled import operations_of  # numba is slow to import
+        from cache.replay.operations import replay_of
 
-        replay = replay_of(policy)
+        replay = replay_of(policy.name, partial(operations_of, policy))
     started = time.perf_counter()
     if replay is not None:
         try:

@@ -21,7 +21,7 @@ import os
 import reprlib
 import sys
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -115,7 +115,8 @@ def convert_ragpulse(folder: str | os.PathLike, *, block_size: int = 16) -> Trac
 
 def _cut(parts: list[tuple[int, int]], block_size: int) -> Iterator[tuple[tuple[int, int], ...]]:
     """Cut concatenated parts (id, tokens) into full blocks, each a tuple of (id, first token)."""
-    block, room = [], block_size
+    block: list[tuple[int, int]] = []
+    room = block_size
     for part, length in parts:
         start = 0
         while length - start >= room:
@@ -195,10 +196,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m cache.traces.convert", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     formats = parser.add_subparsers(dest="format", required=True, metavar="FORMAT")
-    known = {"bailian": convert_bailian, "ragpulse": convert_ragpulse}
-    known |= {"sessions": convert_sessions, "trace": load_trace}
+    known: dict[str, Callable[..., Trace]] = {
+        "bailian": convert_bailian, "ragpulse": convert_ragpulse,
+        "sessions": convert_sessions, "trace": load_trace,
+    }  # fmt: skip
     for name, convert in known.items():
-        command = formats.add_parser(name, help=convert.__doc__.partition("\n")[0])
+        command = formats.add_parser(name, help=str(convert.__doc__).partition("\n")[0])
         command.add_argument("source", type=Path)
         command.add_argument("out", type=Path)
         command.add_argument("--coarsen", type=int, default=1, help="blocks joined into one")

@@ -145,16 +145,16 @@ class RecordParser:
     a missing field and a negative timestamp in JSON.
     """
 
-    def __init__(self, file_format: str):
+    def __init__(self, file_format: str | None):
         self._format = file_format
-        self._columns: list[str] | None = None
+        self._columns: list[str] = []
         self._start: datetime | None = None
 
     def __call__(self, line: bytes) -> tuple | None:
         if self._format == ".jsonl":
             return _mooncake_record(line)
         cells = [cell.strip() for cell in _decoded(line).split(",")]
-        if self._columns is None:
+        if not self._columns:
             self._columns = cells
             missing = [field for field in _AZURE_FIELDS if field not in cells]
             if missing:

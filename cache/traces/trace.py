@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 from cache.checks import at_least
 from cache.traces.files import RecordParser, TraceError, read_lines, split_suffixes, write_lines
@@ -44,7 +44,7 @@ class TraceRequest(NamedTuple):
     """Prompt tokens."""
     output_length: int
     """Generated tokens."""
-    block_ids: Sequence[int]
+    block_ids: np.ndarray
     """Blocks of the prompt, in order.  Some traces number a partly filled last block, some do not.
     """
     further: Mapping[str, float | str] = MappingProxyType({})
@@ -174,10 +174,6 @@ class Trace:
         lengths = self.input_lengths, self.output_lengths, np.diff(self.offsets)
         return np.column_stack((self.timestamps_ms, *lengths, calls_tool, ends_session))
 
-    def head(self, num_requests: int) -> Trace:
-        """The first ``num_requests`` requests (all, if there are fewer)."""
-        return self[: at_least(0, "num_requests", num_requests, 2**63 - 1)]
-
     def take(self, indices: Sequence[int] | np.ndarray) -> Trace:
         """The requests at ``indices``, integers that ascend from 0 or more (else ValueError)."""
         import numpy as np
@@ -220,7 +216,11 @@ class Trace:
     def __len__(self) -> int:
         return self.num_requests
 
-    def __getitem__(self, index: int | slice) -> TraceRequest | Trace:
+    @overload
+    def __getitem__(self, index: int) -> TraceRequest: ...
+    @overload
+    def __getitem__(self, index: slice) -> Trace: ...
+    def __getitem__(self, index):
         if isinstance(index, slice):
             return self.take(range(*index.indices(len(self))))
         index = range(len(self))[index]
@@ -318,10 +318,10 @@ def _json_line(request: TraceRequest) -> str:
 
 
 def collected(
-    rows: Iterable[tuple[int, Any]],
+    rows: Iterable[tuple[Any, Any]],
     parse: Callable[[Any], tuple | None],
-    error: Callable[[int, str], ValueError],
-    where: Callable[[int], str],
+    error: Callable[[Any, str], ValueError],
+    where: Callable[[Any], str],
     name: str,
     block_size: int | None,
 ) -> Trace:
@@ -335,7 +335,8 @@ def collected(
     if block_size is not None:
         block_size = at_least(1, "block_size", block_size)
     timestamps, inputs, outputs = array("d"), array("q"), array("q")
-    ids, ends, places = array("q"), array("q", [0]), []
+    ids: Any = array("q")  # or a list, beyond 64 bits
+    ends, places = array("q", [0]), list[Any]()
     known: defaultdict[str, list[float | str | None]] = defaultdict(list)
     for place, row in rows:
         with placed(error, place):
@@ -348,7 +349,7 @@ def collected(
             hash_ids = _ids(hash_ids)
             try:
                 ids.extend(hash_ids)
-            except OverflowError:  # beyond 64 bits
+            except OverflowError:
                 ids = [*ids[: ends[-1]], *hash_ids]
             for column, value in dict(*further).items():
                 values = known[column]
@@ -370,8 +371,8 @@ def collected(
     if block_size is None:
         block_size = _infer_block_size(input_lengths, np.diff(offsets))
         if block_size is None and (wrong := _unlike_most(input_lengths, np.diff(offsets))):
-            request, reason = wrong
-            raise error(places[request], reason)
+            number, reason = wrong
+            raise error(places[number], reason)
     columns = {name: _column(values, len(places)) for name, values in known.items()}
     if (timestamps_ms[1:] < timestamps_ms[:-1]).any():
         order = np.argsort(timestamps_ms, kind="stable")
@@ -460,9 +461,12 @@ def _two_prefixes(
     wrong = np.flatnonzero(before[:-1] != before[first][block_ids])
     if not len(wrong):
         return None
-    block, names = block_ids[wrong[0]], [*(reprlib.repr(ids[i]) for i in first), "the start"]
+    block, names = (
+        block_ids[wrong[0]],
+        [*(reprlib.repr(ids[i]) for i in first.tolist()), "the start"],
+    )
     positions = np.array([wrong[0], first[block]])
-    later, earlier = np.searchsorted(offsets, positions, side="right") - 1
+    later, earlier = (np.searchsorted(offsets, positions, side="right") - 1).tolist()
     now, then = (names[other] for other in before[positions])
     return later, earlier, f"hash_ids: {names[block]} follows {now} here and {then}"
 
@@ -481,11 +485,11 @@ def _picked(
     return _numbered_by_first_appearance(block_ids[positions]), offsets
 
 
-def _dense(ids: Sequence[int]) -> np.ndarray:
-    """Dense int32 ids, by first appearance, that repeat where ``ids`` repeat."""
+def _dense(given: Sequence[int]) -> np.ndarray:
+    """Dense int32 ids, by first appearance, that repeat where ``given`` ones repeat."""
     import numpy as np
 
-    ids = np.asarray(ids, None if isinstance(ids, array) else object)
+    ids = np.asarray(given, None if isinstance(given, array) else object)
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < 4 * len(ids):
         ids = np.unique(ids, return_inverse=True)[1]
     return _numbered_by_first_appearance(ids)

@@ -101,7 +101,7 @@ def test_capacities_are_of_the_unique_blocks_of_the_first_requests_rounded_down(
     )
     rows = [row for cell in cells for row in eviction.run_cell(cell)]
     assert {row["requests"] for row in rows} == {9}
-    unique = cache.load_trace(inputs["chat"]).head(9).num_unique_blocks
+    unique = cache.load_trace(inputs["chat"])[:9].num_unique_blocks
     expected = [1, int(unique * 0.05), int(unique * 0.1), unique]
     assert [row["capacity_blocks"] for row in rows] == expected
 

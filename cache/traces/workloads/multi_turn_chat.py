@@ -56,7 +56,7 @@ def multi_turn_chat(
         for _ in range(num_system_prompts)
     ]
 
-    def conversation(arrival_ms: int):
+    def conversation(arrival_ms: float):
         # Its own generator: the turns do not depend on how conversations happen to interleave.
         (rng,) = sessions_rng.spawn(1)
         prompt = system_prompts[popularity.draw(rng)]

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.policies import POLICIES, EvictionPolicy, make_policy
-from cache.policies.leaves import LeafPolicy
 from tests.cache.prefix_traces import serve
 
 CAPACITY = 8
@@ -160,19 +159,6 @@ def test_a_long_life_leaves_nothing_behind(name, evicts):
     assert sorted(order) == list(range(100))
 
 
-def test_random_draws_from_all_released_blocks():
-    policy = started("random")
-    for block in range(CAPACITY):
-        policy.insert(block, block, None, 0)
-    drawn = set()
-    for _ in range(100):
-        policy.release_many(range(CAPACITY))
-        drawn.add(policy.evict())
-        for block in list(policy):
-            policy.pin(block)
-    assert drawn == set(range(CAPACITY))
-
-
 def test_unused_blocks_leave_tail_first():
     for name in sorted(set(POLICIES) - {"random"}):
         policy = make_policy(name)
@@ -188,19 +174,6 @@ def test_unused_blocks_leave_tail_first():
 def test_bounds_without_the_future_say_so(name):
     with pytest.raises(ValueError, match=f"policy '{name}' needs the future"):
         make_policy(name).start(4)
-
-
-@pytest.mark.parametrize(
-    "name", [name for name, policy in POLICIES.items() if issubclass(policy, LeafPolicy)]
-)
-def test_the_blocks_of_a_long_prompt_can_be_listed(name):
-    length, policy = 2000, make_policy(name)
-    policy.start(length)
-    for depth in range(length):
-        policy.insert(depth, depth, depth - 1 if depth else None, depth)
-    policy.release_many(reversed(range(length)))
-    assert [*policy] == [*reversed(range(length))]
-    assert len(policy) == length
 
 
 @every_policy

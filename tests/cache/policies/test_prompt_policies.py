@@ -129,14 +129,15 @@ def test_a_copy_goes_on_as_the_original_and_shares_nothing_with_it(name, copied)
     assert [twin.evict() for _ in range(9)] == [policy.evict() for _ in range(9)]
 
 
-def test_filo_gives_up_what_came_last():
-    pool = Pool(make_policy("filo")).serve("ab", "cd", "abe", "cd")
-    assert pool.victims() == ["abe", "cd", "c", "ab", "a"]
-
-
-def test_sglang_slru_gives_up_first_what_was_used_once():
-    pool = Pool(make_policy("sglang_slru")).serve("ab", "cd", "ab", "ef", "cg")
-    assert pool.victims() == ["cd", "ef", "e", "cg", "ab", "a", "c"]
+@pytest.mark.parametrize(
+    ("name", "prompts", "expected"),
+    [
+        ("filo", ["ab", "cd", "abe", "cd"], ["abe", "cd", "c", "ab", "a"]),
+        ("sglang_slru", ["ab", "cd", "ab", "ef", "cg"], ["cd", "ef", "e", "cg", "ab", "a", "c"]),
+    ],
+)
+def test_victims_by_hand(name, prompts, expected):
+    assert Pool(make_policy(name)).serve(*prompts).victims() == expected
 
 
 def test_frequency_cost_counts_hits_per_second_since_the_first():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from pathlib import Path
 
@@ -39,6 +40,20 @@ def test_a_built_in_policy_is_compiled_once_and_again_when_code_changes(
     assert kept == files
     indices = [*tmp_path.rglob("*.nbi")]  # none is written for two policies at once
     assert len(indices) == 2 * (module != "own")
+
+
+@pytest.mark.parametrize("kind", ["nbi", "nbc"])
+@pytest.mark.filterwarnings("error")
+def test_what_is_kept_but_cannot_be_read_is_compiled_anew(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    for _ in range(2):
+        monkeypatch.setattr(operations, "_RUNS", {})
+        assert cache.simulate(trace_of([(0,)] * 3), policy="lru", capacity_blocks=2).compiled
+        (kept,) = tmp_path.rglob(f"*.lru-*.{kind}")
+        whole = kept.read_bytes()
+        # Of a class that is no longer there.
+        version = len(pickle.dumps(numba.__version__, -1)) if kind == "nbi" else 0
+        kept.write_bytes(whole[:version] + b"ccache.policies.base\nRequest\n.")
 
 
 @pytest.mark.parametrize("file", ["policies/classes.py", "policies/lru.py", "replay/operations.py"])

@@ -271,11 +271,19 @@ def test_reference_hit_rates_of_mooncake_conversation(policy):
     assert rates == PUBLISHED[policy]
 
 
-def test_hit_tokens_stop_at_the_prompts_length():
-    trace = Trace.from_requests([(0, 6, 1, [0, 1]), (1, 6, 1, [0, 1])], name="t", block_size=4)
+@pytest.mark.parametrize(
+    ("lengths", "block_size", "tokens", "rate"), [((6, 6), 4, 6, 0.5), ((5, 50), None, None, None)]
+)
+def test_hit_tokens_stop_at_the_prompts_length_and_need_a_block_size(
+    lengths, block_size, tokens, rate
+):
+    blocks = [0, 1] if block_size else [0]
+    rows = [(time, length, 1, blocks) for time, length in enumerate(lengths)]
+    trace = Trace.from_requests(rows, name="t", block_size=block_size)
     result = cache.simulate(trace, policy="lru", capacity_blocks=2)
-    assert (result.hit_blocks, result.hit_tokens) == (2, 6)
-    assert result.token_hit_rate == 0.5
+    assert trace.block_size == block_size
+    assert (result.hit_blocks, result.hit_tokens) == (len(blocks), tokens)
+    assert result.token_hit_rate == rate
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc", "safeguarded"])
@@ -296,20 +304,6 @@ def test_a_part_is_counted_after_a_warm_start(policy):
     assert 0 < cold.evictions + warm.evictions < whole.evictions
 
 
-@pytest.mark.parametrize("counted", [3, slice(0, 10, 2)])
-def test_what_is_counted_is_a_slice_without_a_step(counted):
-    with pytest.raises(ValueError, match=r"counted=.*: needs a slice of requests without a step"):
-        cache.simulate(trace_of([(0,)]), policy="lru", capacity_blocks=4, counted=counted)
-
-
-def test_without_a_block_size_there_is_no_token_hit_rate():
-    trace = Trace.from_requests([(0, 5, 1, [0]), (1, 50, 1, [0])], name="t")
-    result = cache.simulate(trace, policy="lru", capacity_blocks=2)
-    assert trace.block_size is None
-    assert result.hit_tokens is None
-    assert result.token_hit_rate is None
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -319,17 +313,16 @@ def test_without_a_block_size_there_is_no_token_hit_rate():
         ({"policy": "lru", "capacity_blocks": 1.5}, "capacity_blocks=1.5: needs an int of"),
         ({"policy": 7}, "policy=7: needs a name or an EvictionPolicy object"),
         ({"policy": make_policy("slru"), "segments": 2}, "options segments were given with"),
+        ({"counted": 3}, "counted=3: needs a slice of requests without a step"),
+        ({"counted": slice(0, 9, 2)}, "counted=slice.*: needs a slice of requests without a step"),
+        ({"trace": Trace.from_requests([(0, 9, 1, [])], name="a")}, "trace 'a' has lengths only"),
     ],
 )
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
-        cache.simulate(trace_of([(0,)]), **{"capacity_blocks": 4, **arguments})
-
-
-def test_a_trace_of_lengths_only_is_refused():
-    trace = Trace.from_requests([(0, 10, 1, [])], name="azure")
-    with pytest.raises(ValueError, match="'azure' has lengths only"):
-        cache.simulate(trace, policy="lru", capacity_blocks=4)
+        cache.simulate(
+            **{"trace": trace_of([(0,)]), "policy": "lru", "capacity_blocks": 4, **arguments}
+        )
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_the_seed_decides_everything(name):
 def test_a_longer_workload_begins_with_the_shorter_one(name, num_requests):
     shorter = tiny(name, num_requests=num_requests)
     assert shorter.num_requests == num_requests
-    assert shorter.digest == tiny(name).head(num_requests).digest
+    assert shorter.digest == tiny(name)[:num_requests].digest
 
 
 def test_unknown_names_list_the_choices():

@@ -1,0 +1,289 @@
+"""Containers of policies in compiled code: lists, ghosts, bags and heaps of blocks."""
+
+from __future__ import annotations
+
+import operator
+import random
+
+import numba
+import numba.extending
+import numpy as np
+
+from cache.policies.classes import ClassPolicy
+from cache.policies.priority import PriorityPolicy
+from cache.policies.queues import num_ghosts
+from cache.replay.operations import Operations, _Self
+from cache.traces.trace import Trace
+
+LINKS = np.dtype([("older", np.int64), ("newer", np.int64)])
+"""Neighbours in a circular list, one of whose records is its end."""
+_ENTRY = np.dtype([("priority", np.float64), ("ticket", np.float64), ("item", np.int64)])
+
+
+def empty_lists(count: int, dtype: np.dtype) -> np.ndarray:
+    """Records with ``LINKS``, each the end of an empty list."""
+    records = np.zeros(count, dtype)
+    records["older"] = records["newer"] = np.arange(count)
+    return records
+
+
+@numba.njit(inline="always")
+def link(records, at, end):
+    """Make ``at`` the newest of a list."""
+    newest = records[end].older
+    records[at].older, records[at].newer = newest, end
+    records[newest].newer = records[end].older = at
+
+
+@numba.njit(inline="always")
+def unlink(records, at):
+    older, newer = records[at].older, records[at].newer
+    records[older].newer, records[newer].older = newer, older
+
+
+@numba.extending.overload(operator.contains)
+def _(container, item):
+    return (lambda container, item: container.has(item)) if isinstance(container, _Self) else None
+
+
+@numba.extending.overload(len)
+def _(container):
+    return (lambda container: container.size) if isinstance(container, _Self) else None
+
+
+def ordered(num_items: int) -> Operations:
+    """An ``OrderedDict`` whose values do not matter."""
+    links = empty_lists(num_items + 1, LINKS)
+    links["newer"][:-1] = -1  # in no list
+    return Operations("order", _ORDER, {"links": links, "end": num_items, "size": 0})
+
+
+def ghosts(policy: PriorityPolicy | ClassPolicy, trace: Trace, capacity: int) -> Operations:
+    """A ``GhostList``; a policy finds what it remembers of a ghost in the record of its block."""
+    operations = ordered(trace.num_unique_blocks)
+    operations.state["capacity"] = num_ghosts(policy.name, policy.ghost_ratio, capacity)
+    return Operations("ghosts", _ORDER | {"add": _add_ghost, "take": _take_ghost}, operations.state)
+
+
+def _append(self, key):
+    if not self.has(key):
+        link(self.links, key, self.end)
+        self.size += 1
+
+
+def _take_out(self, key, _default):
+    if self.has(key):
+        unlink(self.links, key)
+        self.links[key].newer = -1
+        self.size -= 1
+
+
+def _take_oldest(self, _last):
+    key = self.links[self.end].newer
+    self.pop(key, None)
+    return key, None
+
+
+def _move_to_end(self, key):
+    unlink(self.links, key)
+    link(self.links, key, self.end)
+
+
+def _add_ghost(self, key):
+    if self.capacity:
+        self.setdefault(key)
+        if self.size > self.capacity:
+            self.popitem(False)
+
+
+def _take_ghost(self, key):
+    is_here = self.capacity > 0 and self.has(key)
+    if is_here:
+        self.pop(key, None)
+    return is_here
+
+
+_ORDER = {"setdefault": _append, "pop": _take_out, "popitem": _take_oldest}
+_ORDER |= {"move_to_end": _move_to_end, "has": lambda self, key: self.links[key].newer >= 0}
+
+
+def bag(trace: Trace, generator: random.Random) -> Operations:
+    """A ``Bag`` of blocks, whose ``draw(generator)`` gives what it does in Python."""
+    _, state, _ = generator.getstate()
+    twin = np.random.RandomState()
+    twin.set_state(("MT19937", np.array(state[:-1], np.uint32), state[-1], 0, 0.0))
+    return Operations(
+        "bag",
+        {"add": _add, "remove": _remove, "draw": _draw, "has": lambda self, item: False},
+        {
+            "items": np.zeros(trace.num_unique_blocks, np.int64),
+            "position": np.zeros(trace.num_unique_blocks, np.int64),
+            "size": 0,
+            "draws": twin.random_sample(trace.num_block_references),  # one for each eviction
+            "num_draws": 0,
+        },
+    )
+
+
+def _add(self, item):
+    self.position[item] = self.size
+    self.items[self.size] = item
+    self.size += 1
+
+
+def _remove(self, item):
+    self.size -= 1
+    last = self.items[self.size]  # fills the gap
+    self.items[self.position[item]] = last
+    self.position[last] = self.position[item]
+
+
+def _draw(self, _generator=None):
+    item = self.items[int(self.draws[self.num_draws] * self.size)]
+    self.num_draws += 1
+    self.remove(item)
+    return item
+
+
+def heaps(num_items: int, capacity: int, count: int = 1) -> Operations:
+    """``count`` times ``LazyHeap``, for at most ``capacity`` items, each in one heap at a time.
+
+    Entries that come in by rising priority are in a queue, the other ones in a heap.  The second
+    number of a priority, if there is one, rises from item to item.  An item that is pushed with the
+    same one again has its entry again.
+    """
+    shape = count, 2 * min(capacity, num_items) + 64
+    state = {
+        "rising": np.empty(shape, _ENTRY),
+        "heads": np.zeros(count, np.int64),
+        "tails": np.zeros(count, np.int64),
+        "heaps": np.empty(shape, _ENTRY),
+        "sizes": np.zeros(count, np.int64),
+        # Of the entry of each item, negative if the item is not here; 0: it has no entry.
+        "tickets": np.zeros(num_items),
+        "last_ticket": 0.0,
+    }
+    return Operations("heaps", _HEAPS, state)
+
+
+def _push(self, item, priority, ticket=0.0, heap=0):
+    has_entry = self.tickets[item] == -ticket < 0.0
+    ticket = ticket or self.last_ticket + 1.0
+    self.tickets[item] = ticket
+    if has_entry:
+        return
+    if ticket < self.last_ticket:  # its entry was dropped
+        return self.sink(priority, ticket, item, heap)
+    self.last_ticket = ticket
+    rising = self.rising[heap]
+    while self.heads[heap] < self.tails[heap]:
+        last = rising[self.tails[heap] - 1]
+        if last.priority <= priority:
+            break
+        self.tails[heap] -= 1
+        self.sink(last.priority, last.ticket, last.item, heap)
+    if self.tails[heap] == len(rising):
+        self.tails[heap] = self.compact(rising, self.heads[heap], len(rising))
+        self.heads[heap] = 0
+    _set(rising, self.tails[heap], priority, ticket, item)
+    self.tails[heap] += 1
+
+
+def _sink(self, priority, ticket, item, heap):
+    entries = self.heaps[heap]
+    if self.sizes[heap] == len(entries):
+        self.sizes[heap] = self.compact(entries, 0, len(entries))
+        for root in range(self.sizes[heap] // 2 - 1, -1, -1):
+            _sift_down(entries, root, self.sizes[heap])
+    at = self.sizes[heap]
+    self.sizes[heap] += 1
+    while at:
+        above = entries[(at - 1) >> 1]
+        if above.priority < priority or (above.priority == priority and above.ticket < ticket):
+            break
+        entries[at] = above
+        at = (at - 1) >> 1
+    _set(entries, at, priority, ticket, item)
+
+
+def _compact(self, entries, head, tail):
+    """Move the entries that count to the front, in order; returns how many there are."""
+    kept = 0
+    for at in range(head, tail):
+        if self.counts(entries[at].item, entries[at].ticket):
+            entries[kept] = entries[at]
+            kept += 1
+    return kept
+
+
+def _counts(self, item, ticket):
+    """Whether an entry counts; the item of one that does not has no entry from now on."""
+    if self.tickets[item] == -ticket:
+        self.tickets[item] = 0.0
+    return self.tickets[item] == ticket
+
+
+def _first(self, heap=0):
+    rising, entries = self.rising[heap], self.heaps[heap]
+    while True:
+        head, size = self.heads[heap], self.sizes[heap]
+        if head < self.tails[heap] and (size == 0 or _before(rising[head], entries[0])):
+            if self.counts(rising[head].item, rising[head].ticket):
+                return rising[head].priority, rising[head].item
+            self.heads[heap] += 1
+        elif size:
+            priority, item = entries[0].priority, entries[0].item
+            if self.counts(item, entries[0].ticket):
+                return priority, item
+            entries[0] = entries[size - 1]
+            self.sizes[heap] -= 1
+            _sift_down(entries, 0, size - 1)
+        else:
+            return np.inf, -1
+
+
+def _pop(self, heap=0):
+    first = self.first(heap)
+    self.remove(first[1])
+    return first
+
+
+def _leave(self, item, heap=0):
+    self.tickets[item] = -abs(self.tickets[item])
+
+
+@numba.njit(inline="always")
+def _set(entries, at, priority, ticket, item):
+    entries[at].priority = priority
+    entries[at].ticket = ticket
+    entries[at].item = item
+
+
+@numba.njit(inline="always")
+def _before(a, b):
+    return a.priority < b.priority or (a.priority == b.priority and a.ticket < b.ticket)
+
+
+@numba.njit
+def _sift_down(entries, at, size):
+    priority, ticket, item = entries[at].priority, entries[at].ticket, entries[at].item
+    while True:
+        child = 2 * at + 1
+        if child >= size:
+            break
+        if child + 1 < size and _before(entries[child + 1], entries[child]):
+            child += 1
+        below = entries[child]
+        if priority < below.priority or (priority == below.priority and ticket < below.ticket):
+            break
+        entries[at] = below
+        at = child
+    _set(entries, at, priority, ticket, item)
+
+
+_HEAPS = {"push": _push, "sink": _sink, "compact": _compact, "counts": _counts, "first": _first}
+_HEAPS |= {"pop": _pop, "remove": _leave, "discard": _leave}
+_HEAPS |= {
+    "least": lambda self: self.first()[0],
+    "has": lambda self, item: self.tickets[item] > 0.0,
+}
