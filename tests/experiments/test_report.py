@@ -17,7 +17,8 @@ from experiments.registry import EXPERIMENTS
 
 pytestmark = pytest.mark.slow
 RESULTS = Path(__file__).parents[2] / "results"
-FIGURES = sorted(RESULTS.glob("*/*/*.png"))
+FOLDERS = [folder for name in EXPERIMENTS for folder in (RESULTS / name).glob("*")]
+FIGURES = [path for folder in FOLDERS for path in folder.glob("*.png")]
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
@@ -57,7 +58,8 @@ def test_the_page_has_every_figure_and_table_and_asks_no_network(page):
         json.loads(table)
         for table in re.findall(r'<script type="application/json">([^<]*)</script>', text)
     ]
-    lengths = [len(path.read_text().splitlines()) - 1 for path in RESULTS.glob("*/*/*.csv")]
+    csvs = (path for folder in FOLDERS for path in folder.glob("*.csv"))
+    lengths = [len(path.read_text().splitlines()) - 1 for path in csvs]
     assert sorted(len(rows) for _, rows in tables) == sorted(lengths)
     assert all(len(row) == len(head) for head, rows in tables for row in rows)
 
@@ -65,9 +67,9 @@ def test_the_page_has_every_figure_and_table_and_asks_no_network(page):
 def test_every_experiment_stands_with_its_question_machine_and_commit(page):
     text = page.read_text()
     sections = dict(re.findall(r'<section id="([\w-]+)">(.*?)</section>', text, re.DOTALL))
-    for path in RESULTS.glob("*/*/environment.json"):
-        name, device = path.parts[-3:-1]
-        section, environment = sections.pop(f"{name}-{device}"), json.loads(path.read_text())
+    for folder in FOLDERS:
+        section = sections.pop(f"{folder.parent.name}-{folder.name}")
+        environment = json.loads((folder / "environment.json").read_text())
         assert environment["commit"][:12] in section
         assert environment["cpu"]["model"] in section
         assert environment["command"] in section
