@@ -1,11 +1,11 @@
 """Perplexity of a real model on prose, with KV caches of several dtypes and fp8 scales.
 
 SmolLM2-135M-Instruct computes windows of Python's documentation.  Weights and arithmetic are fp32
-in every cell; only the cache differs, and every key and value is read from it.  fp8 is e4m3, with a
-scale of 1, or with scales that map the largest magnitude in other windows of the same text, the
-calibration, to fp8's largest number, 448: one scale per layer, as checkpoints have them, or one per
-layer and head.  ``saturated`` has the scale 1/32: magnitudes above 14 saturate, as those above 448
-do in models with larger keys at scale 1.
+in every cell; only the cache differs, and every key and value is read from it.  fp8 is e4m3 with a
+scale of 1, or with scales that map the largest magnitude in the calibration, other windows of the
+same text, to fp8's largest number, 448: one scale per layer, as in checkpoints, or one per layer
+and head.  ``saturated`` has the scale 1/32: magnitudes above 14 saturate, like magnitudes above 448
+in a model with larger keys.
 
 The summary has the mean difference from the fp32 cache in nats per token, paired by window, with a
 95 % bootstrap interval over the windows.
@@ -62,11 +62,13 @@ def run_cell(cell: Fp8Quality) -> list[dict[str, Any]]:
     llm = _load(cell.model, cell.window_tokens, cell.threads)
     import torch
 
+    from models.decoder import Attention
+
     judged, calibration = _windows(cell, engine_models.prose_tokens(llm))
     dtype, scale = CACHES[cell.cache]
-    layers = [layer.self_attn for layer in llm.model.model.layers]
-    scales = [(scale, scale)] * len(layers)
-    for layer in layers:  # those of the cell before would scale the calibration
+    layers = [layer for layer in llm.model.modules() if isinstance(layer, Attention)]
+    scales: Any = [(scale, scale)] * len(layers)
+    for layer in layers:  # scales of the previous cell would scale the calibration
         layer.k_scale = layer.v_scale = None
     if scale in ("layer", "head"):
         largest = torch.stack([_compute(llm, tokens, torch.float32)[1] for tokens in calibration])
@@ -140,36 +142,34 @@ def _quantile(differences: style.Series, q: float) -> float:
 def _summary(rows: style.DataFrame) -> style.DataFrame | None:
     """Perplexity of each cache, and the mean difference from fp32 with its interval."""
     rows = _with_differences(rows)
-    return (
-        rows
-        if rows is None
-        else rows.groupby("cache", sort=False, as_index=False).agg(
-            predicted_tokens=("window_tokens", lambda tokens: int((tokens - 1).sum())),
-            perplexity=("nats_per_token", lambda nats: np.exp(nats.mean())),
-            more_nats_per_token=("more", "mean"),
-            low=("more", lambda more: _quantile(more, 0.025)),
-            high=("more", lambda more: _quantile(more, 0.975)),
-        )
+    if rows is None:
+        return None
+    return rows.groupby("cache", sort=False, as_index=False).agg(
+        predicted_tokens=("window_tokens", lambda tokens: int((tokens - 1).sum())),
+        perplexity=("nats_per_token", lambda nats: np.exp(nats.mean())),
+        more_nats_per_token=("more", "mean"),
+        low=("more", lambda more: _quantile(more, 0.025)),
+        high=("more", lambda more: _quantile(more, 0.975)),
     )
 
 
 def _draw(rows: style.DataFrame) -> style.Figure | None:
     """The paired differences: means with their intervals, and a dot for each window."""
-    rows = _with_differences(rows)
-    if rows is None:
+    summary, rows = _summary(rows), _with_differences(rows)
+    if summary is None or rows is None:
         return None
-    others = rows[rows["cache"] != "fp32"]
-    if others.empty:
+    compared = rows[rows["cache"] != "fp32"]
+    if compared.empty:
         return None
     figure, [axis], _ = style.panel_grid(1, height=1.9, width=4.5)
-    table = _summary(rows).set_index("cache")
-    for place, (name, of_cache) in enumerate(others.groupby("cache", sort=False)):
-        axis.plot(of_cache["more"], [place] * len(of_cache), **style.dots(style.GREY, "."))
+    table = summary.set_index("cache")
+    for row, (name, of_cache) in enumerate(compared.groupby("cache", sort=False)):
+        axis.plot(of_cache["more"], [row] * len(of_cache), **style.dots(style.GREY, "."))
         mean, low, high = table.loc[name, ["more_nats_per_token", "low", "high"]]
         error = [[mean - low], [high - mean]]
-        axis.errorbar(mean, place, xerr=error, capsize=2, **style.dots(style.BLUE, "o"))
+        axis.errorbar(mean, row, xerr=error, capsize=2, **style.dots(style.BLUE, "o"))
     axis.axvline(0, **style.BOUND)
-    style.name_rows(axis, others["cache"].unique())
+    style.name_rows(axis, compared["cache"].unique())
     tokens = table["predicted_tokens"].iloc[0]
     axis.set_xlabel(
         "nats per token more than with an fp32 cache"

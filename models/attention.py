@@ -83,9 +83,9 @@ class AttentionBackend:
         key, value: (num_tokens, num_kv_heads, head_dim), any strides on the first two dimensions.
         k_cache, v_cache: (num_blocks, block_size, num_kv_heads, head_dim), views of one layer,
             mutated, in key's dtype or fp8 e4m3, which holds keys / k_scale and values / v_scale.
-        layer: k_scale and v_scale (None for 1); q_norm and k_norm over each head (QK-norm), both or
+        layer: k_scale and v_scale (None is 1); q_norm and k_norm over each head (QK-norm), both or
             neither None; and scores: scale, window_size (tokens that a query sees, itself included;
-            None for all) and softcap (scores become softcap * tanh(score / softcap); 0 for none).
+            None is all) and softcap (scores become softcap * tanh(score / softcap); 0 is off).
 
         All keys and values are read from the cache, so the result of a query does not depend on
         which tokens are computed together.
@@ -336,7 +336,7 @@ class FlashAttnBackend(AttentionBackend):
 
     name = "flash_attn"
     has_fp8_cache = False
-    captured_multiple = page_multiple = 256  # others copy the longest context in every layer
+    captured_multiple = page_multiple = 256  # otherwise each layer copies the longest context
 
     def __init__(self) -> None:
         try:

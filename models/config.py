@@ -276,7 +276,7 @@ class ModelConfig:
     windows: tuple[int | None, ...] = ()
     """Tokens that a query sees, itself included, per layer; None or an empty tuple for all."""
     attention_scale: float | None = None
-    """Scale of the scores; None for head_dim ** -0.5."""
+    """Scale of the scores, by default head_dim ** -0.5."""
     attention_softcap: float = 0.0
     """Scores become softcap * tanh(score / softcap); 0 for none."""
     final_softcap: float = 0.0
@@ -312,7 +312,7 @@ class ModelConfig:
 
     @property
     def sliding_window(self) -> int | None:
-        """Largest window of any layer; None if a layer sees all tokens."""
+        """Largest window of any layer, or None where a layer sees all tokens."""
         windows = [window for window in self.windows if window is not None]
         return max(windows) if windows and len(windows) == len(self.windows) else None
 
@@ -407,7 +407,7 @@ class ModelConfig:
         activation = "hidden_activation" if "hidden_activation" in family.reads else "hidden_act"
         hidden_act = get[activation]
         if architecture == "GemmaForCausalLM" and hidden_act == "gelu":
-            hidden_act = "gelu_pytorch_tanh"  # published with the other name
+            hidden_act = "gelu_pytorch_tanh"  # misnamed in published checkpoints
         if (scalar := get.get("query_pre_attn_scalar")) is not None:
             _positive("query_pre_attn_scalar", scalar)
         read = {

@@ -49,7 +49,7 @@ HOST_KV_CACHE_SHARE = 0.25
 
 _CHOICES = {
     "preemption": ("recompute", "swap"), "scheduling": ("mixed", "prefill_first"),
-    "scheduling_policy": POLICIES,
+    "scheduling_policy": POLICIES, "kv_cache_dtype": (None, "fp8_e4m3"),
 }  # fmt: skip
 _SIZES = (
     "block_size", "num_blocks", "num_host_blocks", "max_model_len", "max_num_seqs",
@@ -64,9 +64,9 @@ class LLMOptions:
     Attributes:
         device: "cuda" or "cpu"; by default a GPU if there is one.
         dtype: dtype of weights and KV cache; by default the checkpoint's on a GPU, fp32 on a CPU.
-        kv_cache_dtype: "fp8_e4m3" for a KV cache of one byte per element; None for dtype.  Needs
-            "triton" or "torch".  Keys and values are divided by the checkpoint's scales (one each
-            per layer, as in vLLM), else by 1; magnitudes beyond 448 saturate.
+        kv_cache_dtype: None, or "fp8_e4m3" for a KV cache of one byte per element.  Needs "triton"
+            or "torch".  Keys and values are divided by the checkpoint's scales (one each per layer,
+            as in vLLM), else by 1; magnitudes beyond 448 saturate.
         attention_backend: "triton" (default on a GPU), "torch" (default on a CPU), "flash_attn".
         manager: cache manager, a key of ``cache.MANAGERS``.  If every layer has a window, vllm_v1
             frees the blocks behind it, unless they may be swapped out or partly reused.
@@ -130,9 +130,8 @@ class LLMOptions:
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r}: choose from {', '.join(choices)}"
-                )
+                choose = ", ".join(map(str, choices))
+                raise ValueError(f"{name}={getattr(self, name)!r}: choose from {choose}")
         for name in _SIZES:
             if getattr(self, name) is not None:
                 at_least(1, name, getattr(self, name))
@@ -542,8 +541,6 @@ def _kv_dtype(
 ) -> torch.dtype:
     if kv_cache_dtype is None:
         return dtype
-    if kv_cache_dtype != "fp8_e4m3":
-        raise ValueError(f"kv_cache_dtype={kv_cache_dtype!r}: choose from None, 'fp8_e4m3'")
     if not backend.has_fp8_cache:
         raise ValueError(
             f"kv_cache_dtype={kv_cache_dtype!r}: attention_backend={backend.name!r} has no fp8 "

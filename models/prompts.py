@@ -58,7 +58,7 @@ def tokenizer_errors(source: str | Path) -> Iterator[None]:
 
 
 def load_tokenizer(folder: Path | None) -> Tokenizer | None:
-    """The tokenizer of a checkpoint; None if it has no tokenizer.json.
+    """The tokenizer of a checkpoint, or None without a tokenizer.json.
 
     Raises ValueError, naming the file, if it cannot be read.
     """
@@ -190,7 +190,7 @@ def _template_files(folder: Path) -> list[Path]:
 
 
 def load_chat_template(folder: Path | None) -> ChatTemplate | None:
-    """The chat template of a checkpoint; None if it has none."""
+    """The chat template of a checkpoint, or None."""
     if folder is None:
         return None
     if is_gguf(folder):

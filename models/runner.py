@@ -21,7 +21,7 @@ from kernels.tiles import few_queries
 from models.attention import AttentionMetadata
 from models.cuda_graphs import DecodeGraphs
 from models.decoder import CausalLM
-from models.uploads import Uploads
+from models.uploads import upload
 
 
 class ModelRunner:
@@ -38,7 +38,7 @@ class ModelRunner:
 
     Attributes:
         kv_cache: (2, num_layers, num_blocks, block_size, num_kv_heads_per_rank, head_dim).
-        host_cache: the same shape with num_host_blocks, in host memory; None without host blocks.
+        host_cache: the same shape with num_host_blocks, in host memory, or None.
     """
 
     def __init__(
@@ -57,7 +57,6 @@ class ModelRunner:
         self.model, self.block_size = model, block_size
         weight = model.model.embed_tokens.weight
         self.device = weight.device
-        self._upload = Uploads(self.device)
         self._few_queries = few_queries(model.num_q_heads_per_rank, model.num_kv_heads_per_rank)
         self.kv_cache = make_kv_cache(model, num_blocks, block_size, kv_dtype)
         self.host_cache = None
@@ -119,8 +118,8 @@ class ModelRunner:
 
         (
             ids, indices, logit_rows, unread_rows, slot_mapping, tables, cu_seqlens_q, context_lens
-        ) = self._upload(
-            token_ids, positions, last_rows, unread, slots, block_tables,
+        ) = upload(
+            self.device, token_ids, positions, last_rows, unread, slots, block_tables,
             cu_seqlens.astype(np.int32), ends.astype(np.int32),
         )  # fmt: skip
         if unread.shape[1]:
@@ -137,7 +136,7 @@ class ModelRunner:
         if step.swap_out:
             self._swap_blocks(self.kv_cache, self.host_cache, torch.tensor(step.swap_out))
         for batch in independent(step.copies):
-            pairs = self._upload(np.array(batch, dtype=np.int64))[0]
+            [pairs] = upload(self.device, np.array(batch, dtype=np.int64))
             self._copy_blocks(self.kv_cache, pairs)
         if step.swap_in:
             self._swap_blocks(self.host_cache, self.kv_cache, torch.tensor(step.swap_in))

@@ -18,7 +18,7 @@ import kernels
 from cache.serving.request import ScheduledSequence
 from cache.serving.sampling_params import SamplingParams
 from kernels import reference
-from models.uploads import Uploads
+from models.uploads import upload
 
 _SMALL_TEMPERATURE = 0.01
 
@@ -59,7 +59,7 @@ class Sampler:
     """Samples next tokens on the device of the logits.
 
     Args:
-        seed: noise seed of requests without a seed of their own; None for a random one.
+        seed: noise seed of requests without a seed of their own, by default random.
         use_kernels: sample with the Triton kernel, else with its PyTorch reference.
     """
 
@@ -67,8 +67,7 @@ class Sampler:
         self, device: torch.device, seed: int | None = None, *, use_kernels: bool = False
     ) -> None:
         self._sample_tokens = (kernels if use_kernels else reference).sample_tokens
-        self._upload = Uploads(device)
-        self._shared = random.Random(seed)
+        self._device, self._shared = device, random.Random(seed)
 
     def draw(
         self, logits: torch.Tensor, rows: list[int], sequences: Sequence[ScheduledSequence]
@@ -80,7 +79,7 @@ class Sampler:
         largest logit.
         """
         if rows != list(range(len(logits))):
-            logits = logits[self._upload(np.array(rows))[0]]
+            logits = logits[upload(self._device, np.array(rows))[0]]
         params = [seq.request.params for seq in sequences]
         if all(map(attrgetter("is_greedy"), params)):
             return Drawn(self._sample_tokens(logits))
@@ -145,7 +144,7 @@ class Sampler:
             arrays["top_ks"] = np.array(limits, dtype=np.int64)
         if any(p.top_p < 1 for p in params):
             arrays["top_ps"] = np.array([p.top_p for p in params], dtype=np.float32)
-        given = dict(zip(arrays, self._upload(*arrays.values()), strict=True))
+        given = dict(zip(arrays, upload(self._device, *arrays.values()), strict=True))
         return self._sample_tokens(logits, **given)
 
 

@@ -23,7 +23,7 @@ class NewRequest(NamedTuple):
     token_ids: list[int]
     params: SamplingParams
     text: str | None
-    """Text of the prompt; None if it was given as token ids."""
+    """Text of the prompt, or None for token ids."""
     keys: Mapping[str, Any] = {}
     """Further arguments of ``Engine.add``."""
 

@@ -51,7 +51,7 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
     differ.  The model is then unusable.
     """
     expected = checkpoint_tensors(model)
-    tied_to = {}  # the other name of a tensor that has two
+    tied_to = {}  # second names of tensors
     if _HEAD not in expected:
         expected[_HEAD] = expected[_EMBEDDING]
         tied_to = {_HEAD: _EMBEDDING, _EMBEDDING: _HEAD}

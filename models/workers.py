@@ -220,7 +220,7 @@ def _serve(engine: Engine, connection: Connection) -> None:
             result = getattr(engine, method)(*arguments, **options)
             finished = [result] if method == "abort" else []
         for request in finished:
-            engine.completions(request)  # frees what the engine keeps for them
+            engine.completions(request)  # frees the request's texts
 
 
 def _close(processes: list[BaseProcess], connections: list[Connection], store: Path) -> None:

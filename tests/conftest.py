@@ -5,7 +5,6 @@ PyTorch is imported inside functions: the process that only hands out tests to w
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import sys
@@ -115,10 +114,7 @@ def fake_gpu(monkeypatch):
 
     if torch.cuda.is_available():
         pytest.skip("there is a real GPU")
-    spec = importlib.util.spec_from_file_location(
-        "fake_cuda", Path(__file__).with_name("fake_cuda.py")
-    )
-    fake_cuda = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(fake_cuda)
+    import fake_cuda
+
     with fake_cuda.fake_gpu(monkeypatch, total_bytes=2**25) as device:
         yield device

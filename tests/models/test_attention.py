@@ -132,39 +132,27 @@ CASES = {
 }
 
 
-BLOCK_SIZES = [1, 3, 16]
-EACH_ONCE = [
-    (backend, case, BLOCK_SIZES[(i + j) % 3])
-    for i, backend in enumerate(("flash_attn", "triton"))
-    for j, case in enumerate(CASES)
-]
+OTHERS = ["decode", "prefill_behind_cached_prefix", "mixed_in_parts"]
+KERNELS, SIZES = ["flash_attn", "triton"], [1, 3, 16]
+SCORES = [(1, 0.0), (7, 0.5), (99, 0.0), (None, 0.5)]
 
 
 @pytest.mark.parametrize(
-    ("backend", "case", "block_size"),
-    [*itertools.product(["torch"], CASES, BLOCK_SIZES), *EACH_ONCE],
-)
-def test_backends_store_and_attend(backend, case, block_size):
-    batch = Case(*CASES[case], block_size)
+    ("backend", "case", "block_size", "window_size", "softcap"),
+    [*(("torch", case, size, None, 0.0) for case in CASES for size in SIZES),
+     *((backend, case, SIZES[(i + j) % 3], None, 0.0)
+       for i, backend in enumerate(KERNELS) for j, case in enumerate(CASES)),
+     *(("torch", case, 3, *scores) for case in CASES for scores in SCORES),
+     *((backend, case, 3, 7, 0.5) for backend in KERNELS for case in OTHERS)],
+)  # fmt: skip
+def test_backends_store_and_attend(backend, case, block_size, window_size, softcap, monkeypatch):
+    if softcap or window_size:
+        monkeypatch.setattr("models.attention.MASKED_QUERIES", 4)
+    batch = Case(*CASES[case], block_size, window_size)
     if case in ("mixed_in_parts", "few_and_many"):
         lens, counts = map(np.array, CASES[case])
         batch.metadata = in_parts(batch.metadata, counts, lens, 32, block_size)
         assert len(batch.metadata.parts) == 3 - (case == "few_and_many")
-    batch.judge(batch.run(BACKENDS[backend]()))
-
-
-SCORES = [(1, 0.0), (7, 0.5), (99, 0.0), (None, 0.5)]
-OTHERS = ["decode", "prefill_behind_cached_prefix", "mixed_in_parts"]
-
-
-@pytest.mark.parametrize(
-    ("backend", "case", "window_size", "softcap"),
-    [*((*both, *scores) for both in itertools.product(["torch"], CASES) for scores in SCORES),
-     *((*both, 7, 0.5) for both in itertools.product(["flash_attn", "triton"], OTHERS))],
-)  # fmt: skip
-def test_backends_have_windows_and_softcaps(backend, case, window_size, softcap, monkeypatch):
-    monkeypatch.setattr("models.attention.MASKED_QUERIES", 4)
-    batch = Case(*CASES[case], 3, window_size)
     batch.judge(batch.run(BACKENDS[backend](), softcap=softcap), softcap=softcap)
 
 

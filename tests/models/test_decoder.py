@@ -90,31 +90,23 @@ def judge(make_checkpoint):
     return judge
 
 
+CHUNKS = [[5, 8, 1, 0], [17, 1, 0, 33], [1, 0, 0, 1], [0, 0, 0, 6]]
+
+
 @pytest.mark.parametrize(
-    ("backend", "block_size", "checkpoint"),
-    [*(("torch", size, name) for size in (1, 16) for name in CHECKPOINTS),
-     *(("triton", 7, name) for name in ("gemma2", "mistral", "qwen3"))],
+    ("backend", "block_size", "steps", "checkpoint"),
+    [*(("torch", size, [LENGTHS], name) for size in (1, 16) for name in CHECKPOINTS),
+     *(("torch", 8, CHUNKS, name) for name in CHECKPOINTS),
+     *(("triton", 7, [LENGTHS], name) for name in ("gemma2", "mistral", "qwen3"))],
 )  # fmt: skip
 def test_logits_are_as_close_to_fp64_as_those_of_transformers(
-    checkpoint, backend, block_size, load_model, judge
+    checkpoint, backend, block_size, steps, load_model, judge
 ):
-    model = load_model(checkpoint, backend)
-    judge(checkpoint, PagedBatch(model, prompts(), block_size).step(LENGTHS))
-
-
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-def test_chunks_and_decoding_give_the_logits_of_a_whole_prefill(checkpoint, load_model, judge):
-    token_ids = prompts()
-    batch = PagedBatch(load_model(checkpoint), token_ids, 8, seed=5)
-    steps = [[5, 8, 1, 0], [17, 1, 0, 33], [1, 0, 0, 1], [0, 0, 0, 6]]
+    """Of whole prompts, and of chunks and decoding."""
     assert [sum(counts) for counts in zip(*steps, strict=True)] == LENGTHS
-    pieces = [[] for _ in token_ids]
-    for counts in steps:
-        scheduled = [i for i, count in enumerate(counts) if count]
-        logits = batch.step(counts).split([counts[i] for i in scheduled])
-        for i, part in zip(scheduled, logits, strict=True):
-            pieces[i].append(part)
-    judge(checkpoint, torch.cat([torch.cat(parts) for parts in pieces]))
+    batch = PagedBatch(load_model(checkpoint, backend), prompts(), block_size)
+    logits = [batch.step(counts).split(counts) for counts in steps]
+    judge(checkpoint, torch.cat([torch.cat(parts) for parts in zip(*logits, strict=True)]))
 
 
 def test_the_dtype_of_the_weights_is_that_of_the_hidden_states(load_model):

@@ -39,7 +39,7 @@ CONFIGS = {
     "qwen3": ("Qwen3Config", {"head_dim": 32, "tie_word_embeddings": True},
               {"llama.attention.key_length": 32}),
 }  # fmt: skip
-"""Classes and options of transformers, and what they are in GGUF."""
+"""Classes and options of transformers, and the same options in GGUF."""
 
 
 def write(path, architecture, metadata, tensors=()):

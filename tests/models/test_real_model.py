@@ -15,11 +15,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from models import LLM, SaltedPrompt, SamplingParams
+from models import LLM, SamplingParams
 from models.gguf import open_gguf
 from models.hub import default_model
 from models.weights import checkpoint_tensors
-from tests.models.tiny import tokens_of
 
 try:
     pytest.importorskip("gguf")
@@ -28,8 +27,6 @@ except (FileNotFoundError, pytest.skip.Exception):
     pytest.skip("the model is not installed: run `make model`", allow_module_level=True)
 
 PROMPTS = [" ".join(text.split()[4:16]) for text in itertools.islice(topics.values(), 20)]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-VARIED = [PROMPTS[0], PROMPTS[1], PROMPTS[0] + " and", SaltedPrompt(PROMPTS[0], "salt")]
 
 
 @pytest.fixture(scope="module")
@@ -41,19 +38,6 @@ def smollm2():
 def weights(smollm2):
     """The tensors of the file by their names in a checkpoint."""
     return dict(open_gguf(MODEL).tensors(checkpoint_tensors(smollm2.model)))
-
-
-@pytest.fixture(scope="module")
-def expected(smollm2):
-    return tokens_of(smollm2.generate(VARIED, GREEDY))
-
-
-@pytest.fixture
-def make_llm(smollm2, monkeypatch):
-    """make_llm(**options) -> another LLM with the weights and the tokenizer of ``smollm2``."""
-    monkeypatch.setattr(LLM, "_load_model", lambda *_: smollm2.model)
-    monkeypatch.setattr("models.llm.load_tokenizer", lambda *_: smollm2.tokenizer)
-    return lambda **options: LLM(MODEL, **{"num_blocks": 256} | options)
 
 
 def test_the_tokenizer_splits_digits(smollm2):
@@ -75,26 +59,6 @@ def test_greedy_tokens_equal_those_of_transformers(smollm2, weights, transformer
         logits = oracle(torch.tensor([before + ours[:-1]])).logits[0, len(before) - 1 :]
         behind = logits.amax(-1) - logits[range(32), ours]
         assert not behind.any(), f"{prompt!r}: behind by {behind.tolist()}"
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"manager": "contiguous"},
-        {"manager": "paged", "num_blocks": 6, "max_model_len": 64},
-        {"manager": "nano_vllm", "max_num_batched_tokens": 16},
-        {"manager": "vllm_v0", "num_blocks": 6, "max_model_len": 64, "preemption": "swap"},
-        {"manager": "vllm_v1", "max_num_batched_tokens": 16, "overlap": True},
-        {"manager": "radix", "max_num_batched_tokens": 16, "block_size": 7},
-    ],
-    ids=lambda options: "-".join(map(str, options.values())),
-)
-def test_tokens_do_not_depend_on_the_cache(options, expected, make_llm):
-    llm = make_llm(**options)
-    outputs = llm.generate(VARIED, GREEDY) + llm.generate(VARIED[2:3], GREEDY)
-    assert tokens_of(outputs) == [*expected, expected[2]]
-    if options.get("num_blocks") == 6:
-        assert any(output.stats.num_preemptions for output in outputs)
 
 
 def test_streamed_emoji_add_up(smollm2):

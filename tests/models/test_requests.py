@@ -43,7 +43,7 @@ def test_a_repetition_penalty_is_that_of_transformers(llm, make_checkpoint):
 
 @pytest.mark.parametrize(("frequency", "presence"), [(1.5, 0.0), (0.0, 2.0), (-0.5, 1.0)])
 def test_frequency_and_presence_penalties(frequency, presence, llm, make_checkpoint):
-    """The other request of the batch, without penalties, gets what it got before."""
+    """A request of the same batch without penalties gets the same tokens as before."""
 
     def choose(logits, output):
         counts = torch.tensor(output, dtype=torch.int64).bincount(minlength=97)
@@ -70,21 +70,16 @@ def test_min_tokens_puts_off_whatever_ends_an_output(llm):
         assert llm.generate(PROMPT, params)[0].outputs == plain.outputs
 
 
-def test_the_end_of_text_tokens_of_the_checkpoint_end_an_output(llm, llama_copy):
-    [plain] = llm.generate(PROMPT, GREEDY)
-    tokens = plain.outputs[0].token_ids
-    fields = json.dumps({"eos_token_id": [tokens[2]]})
-    (llama_copy / "generation_config.json").write_text(fields)
-    [output] = LLM(llama_copy, num_blocks=64).generate(PROMPT, GREEDY)[0].outputs
-    assert (output.token_ids, output.finish_reason) == (tokens[:3], "stop")
-
-
-def test_parameters_of_the_checkpoint_are_the_default(llm, llama_copy):
+def test_parameters_and_ends_of_the_checkpoint_are_the_default(llm, llama_copy):
     path = llama_copy / "generation_config.json"
     path.write_text('{"do_sample": true, "temperature": 0.6, "top_k": 5, "top_p": null}')
     assert LLM(llama_copy).default_sampling_params == SamplingParams(temperature=0.6, top_k=5)
-    path.write_text('{"do_sample": false, "temperature": 0.6, "max_new_tokens": 10}')
-    assert tokens_of(LLM(llama_copy).generate(PROMPT)) == tokens_of(llm.generate(PROMPT, GREEDY))
+    [tokens] = tokens_of(llm.generate(PROMPT, GREEDY))
+    for max_tokens, count, reason in ((10, 3, "stop"), (2, 2, "length")):
+        fields = {"do_sample": False, "temperature": 0.6, "max_new_tokens": max_tokens}
+        path.write_text(json.dumps(fields | {"eos_token_id": [tokens[2]]}))
+        [output] = LLM(llama_copy, num_blocks=64).generate(PROMPT)[0].outputs
+        assert (output.token_ids, output.finish_reason) == (tokens[:count], reason)
     path.write_text('{"top_p": 2}')
     with pytest.raises(ValueError, match=r"generation_config\.json: top_p=2: needs"):
         LLM(llama_copy)
@@ -113,25 +108,6 @@ def test_logprobs_are_those_of_the_model(llm, make_checkpoint):
     assert llm.generate(PROMPT, GREEDY)[0].outputs[0].logprobs is None
 
 
-def test_stop_strings_end_text_and_stream_before_them(text_checkpoint):
-    llm = LLM(text_checkpoint, num_blocks=64)
-    [plain] = llm.generate(PROMPT, GREEDY)
-    words = plain.outputs[0].text.split()
-    stop = f"{words[3]} {words[4]}"  # spans two tokens
-    before = plain.outputs[0].text.partition(stop)[0]
-    params = SamplingParams(temperature=0, max_tokens=10, stop=["never", stop])
-    streamed = ""
-    for event in llm.stream(PROMPT, params):
-        if isinstance(event, TokenOutput):
-            streamed += event.text
-            assert before.startswith(streamed)
-        else:
-            [output] = event.outputs
-    assert streamed == output.text == before
-    assert output.finish_reason == "stop"
-    assert output.token_ids == plain.outputs[0].token_ids[: len(before.split()) + 2]
-
-
 def test_a_stop_string_may_be_a_special_token(text_checkpoint):
     [plain] = LLM(text_checkpoint, num_blocks=64).generate(PROMPT, GREEDY)
     words = plain.outputs[0].text.split()
@@ -139,8 +115,8 @@ def test_a_stop_string_may_be_a_special_token(text_checkpoint):
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.add_special_tokens([words[3]])
     tokenizer.save(str(path))
-    params = SamplingParams(temperature=0, max_tokens=10, stop=[words[3], "never"])
     llm = LLM(text_checkpoint, num_blocks=64)
+    params = dataclasses.replace(GREEDY, stop=[words[3], "never"])
     [output] = llm.generate(PROMPT, params)[0].outputs
     assert (output.text.split(), output.finish_reason) == (words[:3], "stop")
     assert output.token_ids == plain.outputs[0].token_ids[:4]
@@ -148,6 +124,7 @@ def test_a_stop_string_may_be_a_special_token(text_checkpoint):
         params = dataclasses.replace(GREEDY, skip_special_tokens=False, stop=stops)
         *tokens, final = llm.stream(PROMPT, params)
         assert final.outputs[0].text.split() == shown
+        assert final.outputs[0].finish_reason == ("stop" if stops else "length")
         assert "".join(token.text for token in tokens) == final.outputs[0].text
 
 

@@ -95,11 +95,9 @@ def test_each_rank_reads_its_part_of_fused_matrices(folder):
     load_weights(plain, folder)
 
     def fuse(tensors):
+        fused_names = ("self_attn.qkv_proj", "qkv"), ("mlp.gate_up_proj", ("gate", "up"))
         for layer in ("model.layers.0", "model.layers.1"):
-            for whole, names in (
-                ("self_attn.qkv_proj", "qkv"),
-                ("mlp.gate_up_proj", ("gate", "up")),
-            ):
+            for whole, names in fused_names:
                 parts = [f"{layer}.{whole.split('.')[0]}.{name}_proj.weight" for name in names]
                 tensors[f"{layer}.{whole}.weight"] = torch.cat([tensors.pop(p) for p in parts])
 
@@ -107,12 +105,10 @@ def test_each_rank_reads_its_part_of_fused_matrices(folder):
     load_weights(fused, folder)
     for (name, mine), theirs in zip(plain.named_parameters(), fused.parameters(), strict=True):
         assert torch.equal(mine, theirs), name
-    rewrite(
-        folder, lambda tensors: tensors["model.layers.1.mlp.gate_up_proj.weight"].resize_(9, 64)
-    )
-    with pytest.raises(
-        WeightsError, match=r"gate_up_proj.weight has shape \(9, 64\), .* \(160, 64\)"
-    ):
+    name = "model.layers.1.mlp.gate_up_proj.weight"
+    rewrite(folder, lambda tensors: tensors[name].resize_(9, 64))
+    message = r"gate_up_proj.weight has shape \(9, 64\), .* \(160, 64\)"
+    with pytest.raises(WeightsError, match=message):
         load_weights(fused, folder)
 
 
@@ -175,36 +171,37 @@ def test_tensors_that_do_not_fit_are_named(folder, change, message):
         load_weights(empty_model(folder), folder)
 
 
-def test_absent_and_damaged_files_are_named(folder):
-    path = folder / "model.safetensors"
+def cut_short(folder) -> None:
+    path = sorted(folder.glob("model*.safetensors"))[0]
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(WeightsError, match=r"model\.safetensors: "):
-        load_weights(empty_model(folder), folder)
-    path.rename(folder / "pytorch_model.bin")
-    with pytest.raises(WeightsError, match=r"no weights: .*pytorch_model\.bin: convert it"):
-        load_weights(empty_model(folder), folder)
 
 
-def test_a_missing_shard_is_named(sharded):
-    gone = sorted(sharded.glob("model-*.safetensors"))[0]
-    gone.unlink()
-    with pytest.raises(WeightsError, match=rf"not in the folder: .*{gone.name}"):
-        load_weights(empty_model(sharded), sharded)
+def convert_to_bin(folder) -> None:
+    for path in folder.glob("model*"):
+        path.rename(folder / "pytorch_model.bin")
 
 
-def test_a_tensor_in_two_shards_is_named(sharded):
-    index = json.loads((sharded / "model.safetensors.index.json").read_text())
-    name, shard = "model.norm.weight", index["weight_map"]["model.norm.weight"]
-    other = next(path for path in sorted(sharded.glob("model-*")) if path.name != shard)
-    save_file(load_file(other) | {name: torch.ones(64)}, other)
-    with pytest.raises(WeightsError, match=r"model\.norm\.weight is in another shard"):
-        load_weights(empty_model(sharded), sharded)
+def repeat_the_norm(folder) -> None:
+    shard = json.loads((folder / INDEX).read_text())["weight_map"]["model.norm.weight"]
+    other = next(path for path in sorted(folder.glob("model-*")) if path.name != shard)
+    save_file(load_file(other) | {"model.norm.weight": torch.ones(64)}, other)
 
 
-@pytest.mark.parametrize("text", ["{", "{}", '{"weight_map": []}'])
-def test_a_malformed_index_is_named(sharded, text):
-    (sharded / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(WeightsError, match="not an index of shards"):
+INDEX = "model.safetensors.index.json"
+DAMAGED = [
+    (cut_short, r"model-00001-of-\d+\.safetensors: "),
+    (convert_to_bin, r"no weights: .*pytorch_model\.bin: convert it"),
+    (lambda folder: next(folder.glob("model-00001*")).unlink(), "not in the folder: model-00001"),
+    (repeat_the_norm, r"model\.norm\.weight is in another shard"),
+    *((lambda folder, text=text: (folder / INDEX).write_text(text), "not an index of shards")
+      for text in ("{", "{}", '{"weight_map": []}')),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGED)
+def test_absent_and_damaged_files_are_named(damage, message, sharded):
+    damage(sharded)
+    with pytest.raises(WeightsError, match=message):
         load_weights(empty_model(sharded), sharded)
 
 
