@@ -8,8 +8,8 @@ with a time limit.  It runs tests, or experiments whose cells are stored one by 
 whole command may be killed at any time: results so far are kept, and the same command resumes.
 Meanwhile the other cores compile the kernels of later stages.
 
-Results are in ``--out``, as of ``pagelab run``, without figures (``pagelab plot`` draws them).
-``first_contact/summary.md`` shows predictions and measured values.
+Results are in ``--out``, as of ``pagelab run``, without figures.  ``first_contact/log.txt`` has the
+course of the stages.  ``pagelab plot`` and ``pagelab report`` show the results.
 """
 
 from __future__ import annotations
@@ -38,13 +38,11 @@ from typing import Any
 from experiments.bench.shapes import OURS
 from experiments.harness import Absent, run_sweep
 from experiments.harness.environment import REPOSITORY
-from experiments.harness.store import write_atomically
 from experiments.harness.workers import run_here, run_locally
 from experiments.registry import EXPERIMENTS
 
 _FORK = multiprocessing.get_context("fork")
 """A stage inherits the parent's imports; the parent never touches the GPU."""
-_SUMMARY_SECONDS = 10
 _WENT_WRONG = 3
 """Exit status of a stage in which something was wrong or failed."""
 _AT_ONCE: dict[signal.Signals, float] = {signal.SIGKILL: 5}
@@ -163,17 +161,6 @@ _MIN_SHARE = 0.3
 _UNTIMED = ("ceilings", "smoke", "races", "tests", "accuracy")
 """Stages that do not need idle cores."""
 
-_SHOWN = {
-    "predictions": ("name", "implementation", "unit", "predicted", "measured", "ratio", "verdict",
-                    "ours_over_this", "launch", "bandwidth_fraction", "matmul_fraction",
-                    "above_peak"),
-    "block_size": ("implementation", "context_len", "block_size", "p50_us", "bandwidth_fraction"),
-    "engine": ("part", "variant", "scale", "seconds", "tokens_per_s", "decode_step_s_p50",
-               "hit_rate", "replay_hit_rate", "ttft_mean_s", "trace", "passed",
-               "over_transformers_p50"),
-}  # fmt: skip
-"""Columns of the tables in the summary."""
-
 
 Log = Callable[[str, str], None]
 """Takes a stage and a line."""
@@ -246,10 +233,7 @@ def main(arguments: list[str] | None = None) -> int:
                 continue
             process = _FORK.Process(target=_in_child, args=(name, options.out, log))
             process.start()
-            limit = time.monotonic() + min(allowed, left)
-            while process.is_alive() and (rest := limit - time.monotonic()) > 0:
-                process.join(min(_SUMMARY_SECONDS, rest))
-                _summarise(options.out)
+            process.join(min(allowed, left))
             if process.is_alive():
                 log(name, f"cut off after {min(allowed, left):.0f} s; its cells so far are kept")
             _end(process, _GRACE)
@@ -259,8 +243,6 @@ def main(arguments: list[str] | None = None) -> int:
     finally:
         for child in filter(None, (process, compiling)):
             _end(child, _AT_ONCE)
-    _summarise(options.out)
-    print((folder / "summary.md").read_text())
     return int(any(statuses) or not statuses)
 
 
@@ -328,22 +310,3 @@ def compile_cell(arch: str, cell: Any) -> int:
         with contextlib.suppress(Exception):  # the cell will report it
             count += len(compile_call(case().call, ARCHITECTURES[arch]))
     return count
-
-
-def _summarise(out: Path) -> None:
-    """Write the log and the tables of this GPU as one page."""
-    import pandas as pd
-
-    folder = out / "first_contact"
-    text = ["# First contact", "", "```", (folder / "log.txt").read_text(), "```"]
-    tables = [table for name in _SHOWN for table in sorted((out / name).glob("*/rows.csv"))]
-    for table in [table for table in tables if table.parent.name != "cpu"]:
-        *_, experiment, device, _ = table.parts
-        with contextlib.suppress(OSError, ValueError):  # there are no rows
-            rows = pd.read_csv(table)
-            shown = rows[[column for column in _SHOWN[experiment] if column in rows]]
-            shown = shown.dropna(axis=1, how="all").to_string(
-                index=False, float_format="{:.4g}".format, na_rep="", max_colwidth=90
-            )
-            text += ["", f"## {experiment}, {device}", "", "```", shown, "```"]
-    write_atomically(folder / "summary.md", "\n".join(text) + "\n")

@@ -51,9 +51,9 @@ class Architecture:
     def resident_programs(
         self, *, registers: int, shared_bytes: int, num_warps: int, tensor_memory_columns: int = 0
     ) -> dict[str, int]:
-        """Programs that fit one multiprocessor by each resource that they use; the least counts.
+        """Programs that fit one multiprocessor by each resource; the smallest number counts.
 
-        registers: per thread; the others per program. Limits of every kernel come first.
+        registers: per thread. All other arguments are per program.
         """
         registers_per_warp = max(1, -(-registers // _REGISTER_UNIT)) * _REGISTER_UNIT
         registers_per_warp *= self.warp_size
@@ -77,24 +77,12 @@ ARCHITECTURES = {
         Architecture("sm_80", "cuda", 80, num_multiprocessors=108, shared_bytes=164 * 1024),
         Architecture("sm_90", "cuda", 90, num_multiprocessors=132, shared_bytes=228 * 1024),
         Architecture(
-            "sm_100",
-            "cuda",
-            100,
-            num_multiprocessors=148,
-            shared_bytes=228 * 1024,
+            "sm_100", "cuda", 100, num_multiprocessors=148, shared_bytes=228 * 1024,
             tensor_memory_columns=512,
         ),
         Architecture(
-            "gfx942",
-            "hip",
-            "gfx942",
-            num_multiprocessors=304,
-            shared_bytes=64 * 1024,
-            shared_bytes_reserved=0,
-            registers=131072,
-            max_warps=32,
-            max_programs=16,
-            warp_size=64,
+            "gfx942", "hip", "gfx942", num_multiprocessors=304, shared_bytes=64 * 1024,
+            shared_bytes_reserved=0, registers=131072, max_warps=32, max_programs=16, warp_size=64,
         ),
     )
-}
+}  # fmt: skip

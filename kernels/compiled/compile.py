@@ -1,17 +1,14 @@
-"""Compile the kernels for GPUs that are not here, and read registers, spills and instructions.
+"""Compile the kernels without a GPU, and read registers, spills and instructions.
 
     python -m experiments run kernel_resources                    # every shipped configuration
 
 The public ops are called on meta tensors (shapes and strides without memory) under a stand-in for
-the GPU driver. The launcher chooses tiles and specialises arguments as it would on the GPU. Where
-Triton would compile and launch, the kernel is compiled for the wanted architecture and nothing is
-launched. So the compiled kernels are the ones that would run.
+the GPU driver. The launcher chooses tiles and specialises arguments as on the GPU. Then the kernel
+is compiled for the wanted architecture instead of launched, so these are the kernels that run.
 
-From the cubin (by cuobjdump, part of Triton's wheel), the PTX and the TTGIR come registers, local
-memory, shared memory, widths of global accesses and asynchronous copies, and tensor-core use; for
-AMD GPUs from the assembly, which ends in the same figures, and the TTGIR. Needs a process without
-TRITON_INTERPRET. Triton caches compilations on disk by source hash, so a second run takes a
-fraction of the time.
+Registers, memory, widths of global accesses and asynchronous copies, and tensor-core use come from
+the cubin (by cuobjdump, part of Triton's wheel), the PTX and the TTGIR, for AMD GPUs from the
+assembly and the TTGIR. Needs a process without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -75,7 +72,7 @@ class KernelResources:
     mma: dict[str, int]
     """Tensor-core instructions by family: mma.sync, wgmma, tcgen05, mfma."""
     softmax_overlaps: int
-    """Loops that begin their softmax with wgmma of the pass before under way; sm_90 only."""
+    """Loops that begin their softmax while wgmma of the previous pass run; sm_90 only."""
     signature: dict[str, str]
     """Types of the kernel's run-time arguments: "i32", "*bf16" ..."""
     constants: dict[str, int | float | str | bool | None]
@@ -90,12 +87,12 @@ class KernelResources:
 def without_gpu(arch: Architecture) -> Iterator[None]:
     """Tiles and compilations are those for `arch`; nothing may be launched."""
     previous = driver._active
-    what_precedes_a_launch = SimpleNamespace(
+    stand_in: Any = SimpleNamespace(
         get_current_target=lambda: arch.compile_target,
         get_current_device=lambda: arch.name,
         get_current_stream=lambda _device: 0,
     )
-    driver.set_active(what_precedes_a_launch)
+    driver.set_active(stand_in)
     try:
         with force_target(arch.tiles_target):
             yield
@@ -146,10 +143,6 @@ def compile_call(call: Callable[[], object], arch: Architecture) -> list:
         ]
 
 
-def _count_widths(accesses: Iterable[int]) -> dict[int, int]:
-    return dict(sorted(Counter(accesses).items()))
-
-
 def _cuobjdump(cubin: bytes, flag: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -167,26 +160,26 @@ def _cubin_usage(cubin: bytes) -> dict[str, int]:
 def count_loop_spills(sass: str) -> int:
     """Number of instructions of one kernel that access local memory inside a loop.
 
-    In a loop around others with tensor-core instructions (decode's over work items, around its
-    loops over keys) only the inner loops count.
+    A loop around loops with tensor-core instructions (decode's loop over work items) does not
+    count, only the inner loops do.
 
-    sass: cuobjdump's output. Loops are strongly connected components, since a backward branch alone
-    is no loop: waits for barriers are behind the kernel's end and branch back. A call continues in
-    its subroutine and after itself; a return continues nowhere.
+    sass: cuobjdump's output. Loops are strongly connected components, as a backward branch alone is
+    no loop: waits for barriers are behind the kernel's end and branch back. A call continues in its
+    subroutine and after itself; a return continues nowhere.
     """
     code = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?\w+ )?([A-Z][\w.]*)(.*?);", sass, re.M)
-    places = {int(address, 16): place for place, (address, *_) in enumerate(code)}
+    index_of = {int(address, 16): index for index, (address, *_) in enumerate(code)}
     graph = networkx.DiGraph()
-    for place, (_, predicate, opcode, operands) in enumerate(code):
-        condition, target = re.fullmatch(r"\s*(.*?)\s*(0x[0-9a-f]+)?\s*", operands).groups()
+    for index, (_, predicate, opcode, operands) in enumerate(code):
+        [(condition, target)] = re.findall(r"^\s*(.*?)\s*(0x[0-9a-f]+)?\s*$", operands)
         ends = re.match("EXIT|RET", opcode) or (opcode.startswith("BRA") and not condition)
         if re.match("BRA|CALL|BSSY", opcode) and target:
-            graph.add_edge(place, places[int(target, 16)])
-        if (predicate or not ends) and place + 1 < len(code):
-            graph.add_edge(place, place + 1)
+            graph.add_edge(index, index_of[int(target, 16)])
+        if (predicate or not ends) and index + 1 < len(code):
+            graph.add_edge(index, index + 1)
 
     def has(loop: set[int], opcodes: str) -> list[int]:
-        return [place for place in loop if re.match(opcodes, code[place][2])]
+        return [index for index in loop if re.match(opcodes, code[index][2])]
 
     def spills(part: networkx.DiGraph) -> int:
         count = 0
@@ -210,7 +203,7 @@ def _loops(graph: networkx.DiGraph) -> Iterator[set[int]]:
 def _ptx_widths(ptx: str, instruction: str) -> dict[int, int]:
     """Count ld.global or st.global by width in bits: ld.global.v4.b32 is 128 bits."""
     accesses = re.findall(rf"\b{instruction}\S*?(?:\.v(\d))?\.[busf](\d+)\s", ptx)
-    return _count_widths(int(vector or 1) * int(bits) for vector, bits in accesses)
+    return Counter(sorted(int(vector or 1) * int(bits) for vector, bits in accesses))
 
 
 def count_softmax_overlaps(ptx: str) -> int:
@@ -227,12 +220,8 @@ def _cuda_resources(compiled) -> dict[str, Any]:
     local_bytes = used["STACK"] + used["LOCAL"]
     # The third operand of cp.async is a number of bytes.
     copies = re.findall(r"\bcp\.async\.c[ag]\.\S+ \[[^]]+\], \[[^]]+\], (\w+)", ptx)
-    families = {
-        "mma.sync": r"\bmma\.sync",
-        "wgmma": r"\bwgmma\.mma_async",
-        "tcgen05": r"\btcgen05\.mma",
-    }
-    counts = {family: len(re.findall(pattern, ptx)) for family, pattern in families.items()}
+    opcodes = {"mma.sync": "mma.sync", "wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma"}
+    counts = {one: len(re.findall(rf"\b{re.escape(op)}", ptx)) for one, op in opcodes.items()}
     return {
         "registers": used["REG"],
         "local_bytes": local_bytes,
@@ -241,7 +230,7 @@ def _cuda_resources(compiled) -> dict[str, Any]:
         "shared_bytes": used["SHARED"] + compiled.metadata.shared,
         "tensor_memory_columns": compiled.metadata.tmem_size,
         "global_loads": _ptx_widths(ptx, "ld.global"),
-        "async_copies": _count_widths(8 * int(size, 0) for size in copies),
+        "async_copies": Counter(sorted(8 * int(size, 0) for size in copies)),
         "global_stores": _ptx_widths(ptx, "st.global"),
         "mma": {family: count for family, count in counts.items() if count},
         "softmax_overlaps": count_softmax_overlaps(ptx),
@@ -252,10 +241,8 @@ def _amd_widths(assembly: str, kind: str) -> dict[int, int]:
     """Count loads or stores by width in bits: global_load_dwordx4 is 128 bits."""
     units = {"byte": 8, "short": 16, "dword": 32}
     pattern = rf"\b(?:global|buffer|flat)_{kind}_(?:[us]?(byte|short)\S*|(dword)(?:x(\d))?)\s"
-    return _count_widths(
-        units[part or dword] * int(times or 1)
-        for part, dword, times in re.findall(pattern, assembly)
-    )
+    found = re.findall(pattern, assembly)
+    return Counter(sorted(units[part or dword] * int(times or 1) for part, dword, times in found))
 
 
 def _amd_resources(compiled) -> dict[str, Any]:
@@ -263,7 +250,7 @@ def _amd_resources(compiled) -> dict[str, Any]:
     assembly = compiled.asm["amdgcn"]
 
     def metadata(key: str) -> int:
-        return int(re.search(rf"^ +\.{key}: +(\d+)$", assembly, re.M).group(1))
+        return int(re.findall(rf"^ +\.{key}: +(\d+)$", assembly, re.M)[0])
 
     mfma = len(re.findall(r"\bv_mfma_", assembly))
     return {
@@ -293,7 +280,7 @@ def _dots(ttgir: str) -> tuple[int, int]:
 def read_resources(
     op: str, config: str, arch: Architecture, jit_function, source, compiled
 ) -> KernelResources:
-    """KernelResources of one compiled kernel."""
+    """Resources of one compiled kernel."""
     used = (_cuda_resources if arch.backend == "cuda" else _amd_resources)(compiled)
     dots, tensor_core_dots = _dots(compiled.asm["ttgir"])
     resident_programs = arch.resident_programs(

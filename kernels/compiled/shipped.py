@@ -1,9 +1,9 @@
-"""The configurations the kernels are shipped in, as calls of the public ops on meta tensors.
+"""The configurations that the kernels are tuned for, as calls of the public ops on meta tensors.
 
-A configuration is a call that a tile table entry exists for; `kernels.compiled.compile` compiles
-what these calls would launch. Inputs are the cases of `kernels.testing.cases` at real sizes. Block
-size 16 is the smallest that 16-byte accesses are promised for. Configurations named fp8 have an fp8
-cache, scales per head, and bf16 queries, keys and values.
+`kernels.compiled.compile` compiles the kernels that these calls would launch. Inputs are the cases
+of `kernels.testing.cases` at real sizes. Block size 16 is the smallest with guaranteed 16-byte
+accesses. Configurations named fp8 have an fp8 cache, scales per head, and bf16 queries, keys and
+values.
 """
 
 from __future__ import annotations
@@ -23,19 +23,12 @@ _HALF = (torch.float16, torch.bfloat16)
 _CACHES = (*_HALF, FP8_DTYPE)
 # Caches beyond 2 GiB, as most are: Triton's AMD backend addresses smaller tensors with 32 bits.
 _FIRST_BLOCK = 2**18
-_SIZES = {
-    "num_q_heads": 32,
-    "num_kv_heads": 8,
-    "num_tokens": 8192,
-    "num_positions": 8192,
-    "vocab_size": 128_256,
-    "num_pairs": 64,
-    "num_layers": 32,
-    "table_width": 2048,
-    "padded": False,
-    "device": "meta",
-}
-_LENS = {
+_SIZES: dict[str, Any] = {
+    "num_q_heads": 32, "num_kv_heads": 8, "num_tokens": 8192, "num_positions": 8192,
+    "vocab_size": 128_256, "num_pairs": 64, "num_layers": 32, "table_width": 2048,
+    "padded": False, "device": "meta",
+}  # fmt: skip
+_LENS: dict[str, dict[str, Any]] = {
     "paged_decode_attention": {"context_lens": (4096,) * 64},
     "shared_prefix_decode_attention": {
         "prefix_lens": (32768,) * 4, "group_sizes": (64,) * 4, "context_lens": (256,) * 256
@@ -57,7 +50,7 @@ class ShippedCall:
 
 
 def _dtypes(dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """dtype: of everything, or of an fp8 cache beside bf16."""
+    """dtype: of all tensors, or fp8 of the cache alone, with bf16 tensors."""
     if dtype == FP8_DTYPE:
         return {"dtype": torch.bfloat16, "kv_dtype": dtype}
     return {"dtype": dtype}
@@ -93,22 +86,15 @@ def _by_head_dim(
 
 
 def _attention(
-    op: str,
-    dtype: torch.dtype,
-    *,
-    head_dim: int = 128,
-    group_size: int = 4,
-    num_splits: int = 1,
-    block_size: int = 16,
-    batch: int = 1,
-    features: bool = False,
-) -> ShippedCall:
+    op: str, dtype: torch.dtype, *, head_dim: int = 128, group_size: int = 4, num_splits: int = 1,
+    block_size: int = 16, batch: int = 1, features: bool = False,
+) -> ShippedCall:  # fmt: skip
     """An attention op on 8 KV heads. batch: prompts in prefill."""
-    options = {"num_splits": num_splits, "return_lse": features}
+    options: dict[str, Any] = {"num_splits": num_splits, "return_lse": features}
     if features:
         options |= {"window_size": 1024, "softcap": 50.0}
     config = f"{_NAMES[dtype]} d{head_dim} g{group_size}"
-    lens = _LENS.get(op)
+    lens = _LENS.get(op, {})
     if op == "paged_prefill_attention":
         config += f" b{block_size}" + " batch" * (batch > 1)
         prompts = (128,) * (batch - 1) + (4096 if batch > 1 else 8192,)
@@ -118,20 +104,20 @@ def _attention(
     elif block_size != 16:
         config += f" b{block_size}"
     sizes = {
-        "head_dim": head_dim,
-        "num_q_heads": 8 * group_size,
-        "block_size": block_size,
-        "first_block": _FIRST_BLOCK,
-        "features": ATTENTION_FEATURES if features else (),
+        "head_dim": head_dim, "num_q_heads": 8 * group_size, "block_size": block_size,
+        "first_block": _FIRST_BLOCK, "features": ATTENTION_FEATURES if features else (),
         "options": options,
-    }
+    }  # fmt: skip
     config += " split" * (num_splits > 1) + " features" * features
     return ShippedCall(op, config, sizes | lens | _dtypes(dtype))
 
 
 _EVERY_DIM = tuple({"head_dim": head_dim} for head_dim in HEAD_DIMS)
-_GROUP, _SPLIT, _FEATURES = {"group_size": 71}, {"num_splits": 8}, {"features": True}
-_ATTENTION = {
+_GROUP: dict[str, Any] = {"group_size": 71}
+_SPLIT: dict[str, Any] = {"num_splits": 8}
+_FEATURES = {"features": True}
+_LONG_SPLIT = _SPLIT | _FEATURES | {"head_dim": 256}
+_ATTENTION: dict[str, tuple[tuple[tuple[torch.dtype, ...], tuple[dict[str, Any], ...]], ...]] = {
     "shared_prefix_decode_attention": (
         (_HALF, (*_EVERY_DIM, _GROUP, _FEATURES)),
         ((FP8_DTYPE,), ({},)),
@@ -142,16 +128,7 @@ _ATTENTION = {
         ((FP8_DTYPE,), (*_EVERY_DIM, _GROUP, _SPLIT | _FEATURES)),
     ),
     "paged_prefill_attention": (
-        (
-            _HALF,
-            (
-                *_EVERY_DIM,
-                _GROUP | {"batch": 64},
-                _FEATURES,
-                _SPLIT,
-                _SPLIT | _FEATURES | {"head_dim": 256},
-            ),
-        ),
+        (_HALF, (*_EVERY_DIM, _GROUP | {"batch": 64}, _FEATURES, _SPLIT, _LONG_SPLIT)),
         ((torch.bfloat16,), ({"block_size": 256},)),
         ((FP8_DTYPE,), (*_EVERY_DIM, _FEATURES, _SPLIT)),
     ),
@@ -175,7 +152,7 @@ _HIDDEN = {
     for features in ((), ("alone",))
 }
 # Halves of a fused projection, in the widths of Qwen3 8B, Gemma 2 9B and Qwen 2.5 7B.
-_GATED = {
+_GATED: dict[str, dict[str, Any]] = {
     "i12288 silu": {"width": 12288},
     "i14336 gelu": {"width": 14336, "features": ("gelu",)},
     "i18944 silu": {"width": 18944},

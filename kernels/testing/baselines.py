@@ -7,8 +7,8 @@
     gather_sdpa           the context copied to contiguous tensors, scaled_dot_product_attention
     gather_cudnn          the same, by cuDNN alone
 
-Where a name begins with gather_, every call makes the copy, so its time includes it. The packages
-are imported on first use; none of them is needed to import this module.
+The time of a baseline whose name begins with gather_ includes the copy. The packages are imported
+on first use.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Baseline:
     """One implementation, called where `unavailable` has no reason.
 
     `decode` and `prefill` have the tensors and results of our ops, causal and with a scale of
-    head_dim ** -0.5. They do not synchronise with the host, except where `prefill_syncs` is set.
-    Errors of a package pass through.
+    head_dim ** -0.5. Only a `prefill` with `prefill_syncs` synchronises with the host. Errors of a
+    package pass through.
     """
 
     name: str
@@ -46,8 +46,7 @@ class Baseline:
     """Whether `prefill` reads lengths on the host, so that no CUDA graph can capture it."""
 
     def prepare(self, step: str, **inputs: Any) -> Callable[[], torch.Tensor]:
-        """A call of `decode` or `prefill` that repeats only what every layer of a step
-        repeats."""
+        """A call of `decode` or `prefill` without the work that a step does once for all layers."""
         return functools.partial(getattr(self, step), **inputs)
 
     def unavailable(self, q: torch.Tensor, k_cache: torch.Tensor) -> str | None:
@@ -151,7 +150,7 @@ def gather_padded(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """K and V, (batch, capacity, num_kv_heads, head_dim), and which tokens exist.
 
-    Places past a context repeat its last token, so that no garbage takes part.
+    Tokens past a context repeat its last token, so that no garbage takes part.
     """
     block_size = k_cache.shape[1]
     positions = torch.arange(block_tables.shape[1] * block_size, device=k_cache.device)
@@ -279,15 +278,15 @@ def flex_mask(
     table = F.pad(block_tables, (0, num_blocks))[:, :num_blocks]
     columns = torch.arange(num_blocks, device=device)
     used = columns * block_size < context_lens[:, None]
-    place_of_block = torch.full_like(table, -1)
-    place_of_block.scatter_reduce_(
+    column_of = torch.full_like(table, -1)
+    column_of.scatter_reduce_(
         1, table.where(used, 0).long(), columns.where(used, -1).to(table.dtype), "amax"
     )
 
     def is_seen(seq, _head, query, slot):
-        place = place_of_block[seq, slot // block_size]
-        position = place * block_size + slot % block_size
-        return (place >= 0) & (position <= context_lens[seq] - num_queries + query)
+        column = column_of[seq, slot // block_size]
+        position = column * block_size + slot % block_size
+        return (column >= 0) & (position <= context_lens[seq] - num_queries + query)
 
     first = torch.arange(0, num_queries, FLEX_ROWS, device=device)
     last = (first + FLEX_ROWS).clamp(max=num_queries) - 1
@@ -303,11 +302,6 @@ def flex_mask(
     )  # fmt: skip
 
 
-BASELINES: dict[str, Baseline] = {
-    baseline.name: baseline
-    for baseline in (
-        FlashAttention2(), FlashAttention3(), FlexAttention(),
-        GatherSdpa(), GatherCudnn(),
-    )
-}  # fmt: skip
+_ALL = (FlashAttention2(), FlashAttention3(), FlexAttention(), GatherSdpa(), GatherCudnn())
+BASELINES: dict[str, Baseline] = {baseline.name: baseline for baseline in _ALL}
 """The baselines by name."""

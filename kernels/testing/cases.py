@@ -1,8 +1,7 @@
 """One case per op: its inputs, its reference's answer, and the bytes and operations it takes.
 
-Everything that runs an op on made-up inputs takes them from here: accuracy, counters, latencies,
-compilation, compute-sanitizer, and the tests of all ops. To add an op, write a function of its name
-with an underscore and enter it in `CASES`.
+Experiments and tests that run an op on random inputs take them from here. To add an op, write a
+function with its name after an underscore and enter it in `_MAKERS`.
 
     case = make_case("paged_decode_attention", context_lens=(75, 33), features=("window",))
     case.judge()            # accuracy of every result against fp64, by name
@@ -54,10 +53,10 @@ in: from host to device. hnd: into a cache with heads outside slots."""
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes of a case's inputs. An op reads the fields that it has a use for."""
+    """Sizes of a case's inputs. An op reads the fields that it needs."""
 
     context_lens: Sequence[int] = (1, 37, 290)
-    """Tokens of each sequence; of shared prefixes, of each suffix."""
+    """Tokens of each sequence, or with shared prefixes of each suffix."""
     query_lens: Sequence[int] = (1, 37, 20)
     """Queries of each sequence in prefill."""
     prefix_lens: Sequence[int] = (150, 0)
@@ -72,7 +71,7 @@ class Sizes:
     num_positions: int = 500
     """Rows of the rotary tables; at least num_tokens, as no position is used twice."""
     rotary_dim: int | None = None
-    """Leading elements of a head that are rotated; head_dim if None."""
+    """Leading elements of a head that are rotated. By default head_dim."""
     vocab_size: int = 2600
     width: int | None = None
     """Row width of add_rms_norm and gated_activation; by default the query heads' together, and
@@ -90,9 +89,9 @@ class Sizes:
     first_block: int = 0
     """Blocks before this one are unused."""
     spare_blocks: int = 3
-    """Unused blocks among the others."""
+    """Unused blocks among the used blocks."""
     table_width: int | None = None
-    """Columns of the block tables; two more than the longest sequence needs if None."""
+    """Columns of the block tables. By default two more than the longest sequence needs."""
     exponent: int | None = None
     """Exponent of queries and keys with large exact scores; see `inputs.random_paged_batch`."""
     padded: bool = True
@@ -126,16 +125,15 @@ class Sizes:
     @property
     def paged(self) -> dict[str, Any]:
         """Arguments of `random_paged_batch`."""
-        names = ("num_q_heads", "num_kv_heads", "head_dim", "block_size", "dtype", "kv_dtype")
-        names += ("layout", "first_block", "spare_blocks", "table_width", "exponent")
-        names += ("device", "seed")
-        return {name: getattr(self, name) for name in names}
+        names = "num_q_heads num_kv_heads head_dim block_size dtype kv_dtype layout first_block "
+        names += "spare_blocks table_width exponent device seed"
+        return {name: getattr(self, name) for name in names.split()}
 
     @property
     def score_options(self) -> dict[str, Any]:
         """Options of an attention op, scales included."""
         heads = torch.arange(1, self.num_q_heads + 1) / self.num_q_heads
-        known = {
+        known: dict[str, dict[str, Any]] = {
             "window": {"window_size": 33},
             "softcap": {"softcap": 5.0},
             "alibi": {"alibi_slopes": (2.0 ** (-8 * heads)).to(self.device)},
@@ -163,18 +161,20 @@ class Sizes:
         slots = random.permutation(num_blocks * self.block_size, start)[: self.num_tokens]
         if self.padded:
             slots[::5] = -1
-        where = {"dtype": self.cache_dtype, "device": self.device, "layout": self.layout}
-        caches = make_cache(self.first_block + num_blocks, *self.block_shape, **where)
-        return slots, tuple(cache.zero_() for cache in caches)
+        k_cache, v_cache = make_cache(
+            self.first_block + num_blocks, *self.block_shape,
+            dtype=self.cache_dtype, device=self.device, layout=self.layout,
+        )  # fmt: skip
+        return slots, (k_cache.zero_(), v_cache.zero_())
 
 
 @dataclass(frozen=True)
 class Case:
     """A call of an op, to be made once: it may write to its inputs.
 
-    num_bytes, flops: the fewest that must be moved through the GPU's memory and computed (only
-    products of attention, weighted sums, rotations, norms and activations count), in however many
-    launches: every operand once, windows as wide as the context.
+    num_bytes, flops: the minimum that must be moved through the GPU's memory and computed (products
+    of attention, weighted sums, rotations, norms and activations): every operand once, windows as
+    wide as the context.
     """
 
     op: str
@@ -207,7 +207,7 @@ class Case:
         """The reference's results on copies of the inputs, which become `dtype` if it is given."""
 
         def copied(tensor: torch.Tensor) -> torch.Tensor:
-            # References read an fp8 cache in the dtype of the queries; one is judged as it is.
+            # An fp8 cache stays fp8: references read it in the dtype of the queries.
             keep = not tensor.is_floating_point() or tensor.dtype == FP8_DTYPE
             return tensor.clone() if dtype is None or keep else tensor.to(dtype)
 
@@ -331,7 +331,7 @@ def _gated_activation(s: Sizes) -> Case:
 
 
 def _merge_attention_states(s: Sizes) -> Case:
-    random, inputs = s.random(), {}
+    random, inputs = s.random(), dict[str, Any]()
     for part in "ab":
         out = random.normal(s.num_tokens, s.num_q_heads, s.head_dim, dtype=s.dtype)
         lse = random.normal(s.num_tokens, s.num_q_heads, dtype=torch.float32)
@@ -388,7 +388,7 @@ def _sample_tokens(s: Sizes) -> Case:
 
 def _copy_blocks(s: Sizes) -> Case:
     random, num_blocks = s.random(), 2 * s.num_pairs + s.spare_blocks
-    caches = s.random_cache(random, s.first_block + num_blocks)
+    caches: Any = s.random_cache(random, s.first_block + num_blocks)
     pairs = random.permutation(num_blocks, s.first_block)[: 2 * s.num_pairs].view(-1, 2)
     if "list" in s.features:
         caches = [tuple(layer) for layer in caches.unbind(1)]
@@ -461,9 +461,9 @@ def _paged_decode_attention(s: Sizes) -> Case:
 
 
 def _paged_prefill_attention(s: Sizes) -> Case:
-    inputs = _batch(s, s.query_lens).inputs
-    cu_seqlens_q = torch.tensor([0, *s.query_lens]).cumsum(0).to(s.device, torch.int32)
-    inputs |= {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max(s.query_lens, default=0)}
+    batch = _batch(s, s.query_lens)
+    inputs: dict[str, Any] = {**batch.inputs, "cu_seqlens_q": batch.cu_seqlens_q}
+    inputs["max_seqlen_q"] = max(s.query_lens, default=0)
     lens = list(zip(s.query_lens, s.context_lens, strict=True))
     pairs = sum(q * (n - q) + q * (q + 1) // 2 for q, n in lens)
     return _attention(s, "paged_prefill_attention", inputs, s.context_lens, pairs)
@@ -483,19 +483,11 @@ def _shared_prefix_decode_attention(s: Sizes) -> Case:
     return _attention(s, "shared_prefix_decode_attention", inputs, cached, pairs)
 
 
-CASES: dict[str, Callable[[Sizes], Case]] = {
-    "store_kvcache": _store_kvcache,
-    "rope_store_kvcache": _rope_store_kvcache,
-    "apply_rotary_embedding": _apply_rotary_embedding,
-    "slot_mapping_from_positions": _slot_mapping_from_positions,
-    "add_rms_norm": _add_rms_norm,
-    "gated_activation": _gated_activation,
-    "sample_tokens": _sample_tokens,
-    "copy_blocks": _copy_blocks,
-    "swap_blocks": _swap_blocks,
-    "merge_attention_states": _merge_attention_states,
-    "paged_decode_attention": _paged_decode_attention,
-    "shared_prefix_decode_attention": _shared_prefix_decode_attention,
-    "paged_prefill_attention": _paged_prefill_attention,
-}
+_MAKERS = (
+    _store_kvcache, _rope_store_kvcache, _apply_rotary_embedding, _slot_mapping_from_positions,
+    _add_rms_norm, _gated_activation, _sample_tokens, _copy_blocks, _swap_blocks,
+    _merge_attention_states, _paged_decode_attention, _shared_prefix_decode_attention,
+    _paged_prefill_attention,
+)  # fmt: skip
+CASES: dict[str, Callable[[Sizes], Case]] = {make.__name__[1:]: make for make in _MAKERS}
 """By op, the function that makes its case."""

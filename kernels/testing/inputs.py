@@ -14,6 +14,7 @@ from itertools import pairwise
 import torch
 
 LAYOUTS = ("NHD", "HND", "layer", "interleaved", "unlike", "unaligned K", "unaligned V")
+_UNLIKE = ("interleaved", "HND")
 
 
 class RandomTensors:
@@ -66,22 +67,21 @@ def make_cache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A poisoned (k_cache, v_cache), each (num_blocks, block_size, num_kv_heads, head_dim).
 
-    layout: how it lies in memory. "NHD": as the shape says. "HND": heads outside slots. "layer":
-    one layer of a (2, num_layers, ...) tensor. "interleaved": K and V of a block side by side.
-    "unlike": K interleaved, V HND, so that all their strides differ. "unaligned K": rows of V start
-    at multiples of 16 bytes and those of K do not; "unaligned V": the reverse.
+    layout: "NHD": in the order of the shape. "HND": heads outside slots. "layer": one layer of a
+    (2, num_layers, ...) tensor. "interleaved": K and V of a block side by side. "unlike": K
+    interleaved, V HND, so that all their strides differ. "unaligned K": rows of V start at
+    multiples of 16 bytes and rows of K do not; "unaligned V": the reverse.
     """
     if layout == "unlike":
-        options = {"dtype": dtype, "device": device}
         sizes = (num_blocks, block_size, num_kv_heads, head_dim)
-        return (
-            make_cache(*sizes, layout="interleaved", **options)[0],
-            make_cache(*sizes, layout="HND", **options)[1],
-        )
+        k, v = (make_cache(*sizes, dtype=dtype, device=device, layout=x) for x in _UNLIKE)
+        return k[0], v[1]
     if layout.startswith("unaligned"):
-        shape = (num_blocks, block_size, num_kv_heads)
         lengths = (head_dim + (int(layout[-1] == name) - head_dim) % 16 for name in "KV")
-        rows = [torch.empty(*shape, length, dtype=dtype, device=device) for length in lengths]
+        rows = [
+            torch.empty(num_blocks, block_size, num_kv_heads, n, dtype=dtype, device=device)
+            for n in lengths
+        ]
         return poison_(rows[0])[..., :head_dim], poison_(rows[1])[..., :head_dim]
     shape = {
         "NHD": (2, num_blocks, block_size, num_kv_heads, head_dim),
@@ -149,19 +149,19 @@ def random_paged_batch(
 ) -> PagedBatch:
     """Normally distributed queries, keys and values in a shuffled, poisoned paged cache.
 
-    dtype, kv_dtype: of the queries, and of the cache if that is another (fp8).
-    query_lens: queries per sequence, the last ones of its context; 1 each (decode) if None.
+    dtype, kv_dtype: of the queries, and of the cache if it has another dtype (fp8).
+    query_lens: queries per sequence, at the end of its context. By default 1 each (decode).
     hidden_tokens: leading tokens of each sequence that no query may see (a window; negative counts
-        as none): their slots are poisoned too, and table entries of blocks that hold nothing else
-        are garbage.
-    first_block, spare_blocks: numbers of unused blocks before the used ones and among them.
-    table_width: columns of the tables; two more than the longest sequence needs if None.
-    exponent: if given, a query or key has 2^exponent or its negative in all dimensions (fp16, and
-        keys in fp8: 2^5 at most). If the scale is a power of two, scores are then exact: one number
-        or its negative. At 59 they are close to the largest of fp32.
+        as 0). Their slots are poisoned, and table entries of blocks with hidden tokens only are
+        garbage.
+    first_block, spare_blocks: numbers of unused blocks before and among the used blocks.
+    table_width: columns of the tables. By default two more than the longest sequence needs.
+    exponent: every query or key has 2^exponent or its negative in all dimensions (fp16, and keys in
+        fp8: 2^5 at most). If the scale is a power of two, all scores are exact: one number or its
+        negative. At 59 they are close to the largest of fp32.
 
-    Every block of the pool that no sequence uses, every slot past a context length and the padding
-    of the tables (negative and huge ids) is poison: one read of it shows in the output.
+    Unused blocks, slots past a context length and the padding of the tables (negative and huge ids)
+    are poison: one read shows in the output.
     """
     random = RandomTensors(device, seed)
     placement = torch.Generator().manual_seed(seed + 1)  # values do not depend on the block size
@@ -233,10 +233,10 @@ def random_shared_prefix_args(
     window_size: int | None = None,
     **shape,
 ) -> dict[str, torch.Tensor]:
-    """Arguments of shared_prefix_decode_attention, poisoned like those of random_paged_batch.
+    """Arguments of shared_prefix_decode_attention, poisoned as by random_paged_batch.
 
     group_sizes, prefix_lens: members and prefix of each group. suffix_lens: of each sequence.
-    window_size: poison what no member of a group sees. shape: as of random_paged_batch.
+    window_size: poison the tokens that no member of a group sees. shape: as of random_paged_batch.
     """
     num_groups, starts = len(group_sizes), torch.tensor([0, *group_sizes]).cumsum(0).tolist()
     members = [suffix_lens[a:b] for a, b in pairwise(starts)]

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from experiments import cli, kernel_accuracy
+from experiments import cli, kernel_accuracy, trials
 from experiments.load import workloads
 
 _POLICY = """
@@ -73,6 +73,11 @@ def test_a_kernel_is_checked(monkeypatch, capsys, wrong, status, verdict):
     assert output.count("\033[31m") == wrong
 
 
-def test_a_file_without_an_op_is_refused(capsys):
-    assert cli.main(["check", "kernels/primitives.py"]) == 2
-    assert "store_kvcache" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [("check kernels/primitives.py", "store_kvcache"), ("try lru", "needs a checkout")],
+)
+def test_what_cannot_run_says_why(words, says, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(trials, "committed", tmp_path.joinpath)
+    assert cli.main(words.split()) == 2
+    assert says in capsys.readouterr().err

@@ -99,7 +99,7 @@ def test_each_stage_of_a_first_contact_has_cells():
 
 
 def test_the_stages_of_a_first_contact(small_gpu, tmp_path, monkeypatch):
-    """Their own code at tiny sizes; all tables and the summary are written."""
+    """Their own code at tiny sizes; all tables are written."""
     shape = Shape(op="decode", batch=2, context_len=9, block_size=4, **HEADS)
     pair = (shape, replace(shape, batch=1))
     monkeypatch.setattr(predictions, "KERNELS", ((shape,), *[pair] * 4, (shape,)))

@@ -46,10 +46,8 @@ def test_global_access_outside_its_tensor(run_body, access, offset, count, addre
 
 
 def test_thread_and_program_of_a_fault(run_body):
-    body = (
-        "mov.u32 %r1, %ctaid.y; mad.lo.s32 %r2, %r1, 32, %r0; mul.wide.s32 %d11, %r2, 4;"
-        "add.s64 %d12, %d0, %d11; ld.global.b32 %r3, [%d12];"
-    )
+    body = "mov.u32 %r1, %ctaid.y; mad.lo.s32 %r2, %r1, 32, %r0; mul.wide.s32 %d11, %r2, 4;"
+    body += "add.s64 %d12, %d0, %d11; ld.global.b32 %r3, [%d12];"
     fault = caught(run_body, body, numbers(75), grid=(1, 3, 1))
     assert (fault.program, fault.thread) == ((0, 2, 0), 11)
     assert fault.instruction == "ld.global.b32 %r3, [%d12]"
@@ -206,6 +204,10 @@ FAULTS = {
         "setp.lt.u32 %p1, %r0, HERE; @%p1 ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r2}, [%r1];",
         "32", "16", "DIVERGENCE", "", COPIED,
     ),
+    "barrier that a warp never reaches": (
+        "setp.lt.u32 %p1, %r0, HERE; @%p1 bra SKIP; bar.sync 0; SKIP: mov.u32 %r1, %r0;",
+        "96", "32", "BARRIER", "thread 32, at broken.py:7:3 (bar.sync 0)", {"num_warps": 3},
+    ),
     "trap": ("setp.eq.u32 %p1, %r0, HERE; @%p1 trap;", "32", "31", "TRAP", "thread 31", {}),
 }  # fmt: skip
 
@@ -329,15 +331,6 @@ def test_bytes_beyond_src_size_are_zero(run_body):
 
 
 class TestControlFlow:
-    def test_barrier_that_a_warp_never_reaches(self, run_body):
-        body = "setp.lt.u32 %p1, %r0, 32; @%p1 bra SKIP; bar.sync 0; SKIP: mov.u32 %r1, %r0;"
-        run_body(body, numbers(1), num_warps=1)
-        for seed in (None, 0):
-            fault = caught(run_body, body, numbers(1), num_warps=3, seed=seed)
-            assert fault.kind is FaultKind.BARRIER
-            assert fault.thread == 32
-            assert "bar.sync" in fault.instruction
-
     @pytest.mark.parametrize(
         "text",
         ["shfl.sync.idx.b32 %r1, %r0, 0, 31, MASK;", "redux.sync.add.s32 %r1, %r0, MASK;",
@@ -383,6 +376,7 @@ class TestControlFlow:
         ("mov.u32 %r1, %clock;", "special register %clock"),
         ("bar.sync 1, 64;", "only barrier 0"),
         ("cvt.rn.f16.s64 %r1, %d0;", "cvt.rn.f16.s64"),
+        ("wgmma.fence.sync.aligned;", "only sm_90a has it, but .target is sm_100a"),
     ],
 )
 def test_unsupported_instruction_is_named(run_body, text, why):
@@ -425,8 +419,3 @@ def test_instruction_newer_than_the_target(run_body, text, target):
     run_body(body, numbers(1), target=target)
     with pytest.raises(UnknownInstruction, match=rf"needs {target[:6].rstrip('a')}.* {before}"):
         run_body(body, numbers(1), target=before)
-
-
-def test_wgmma_runs_only_on_sm_90a(run_body):
-    with pytest.raises(UnknownInstruction, match=r"only sm_90a has it, but \.target is sm_100a"):
-        run_body("wgmma.fence.sync.aligned;", numbers(1), num_warps=4)

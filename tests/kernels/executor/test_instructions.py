@@ -1,9 +1,10 @@
-"""Instructions one by one, against their meaning computed otherwise: by Python's integers, by exact
-fractions, by PyTorch's conversions, by matrix products."""
+"""Instructions one by one, compared with Python's integers, exact fractions and PyTorch."""
 
 from __future__ import annotations
 
+import math
 import random
+import re
 import struct
 from fractions import Fraction
 
@@ -33,8 +34,8 @@ def float_of(word: int) -> float:
 
 @pytest.fixture
 def compute(run_body):
-    """Run instructions on triples of 32-bit words, one triple per thread, in %r1, %r2 and %r3;
-    returns what is then in %r4 (or %d4, with wide)."""
+    """Function that runs instructions on triples of 32-bit words, one triple per thread, in %r1,
+    %r2 and %r3, and returns the values of %r4 (of %d4, with wide)."""
 
     def run(text: str, triples: list[tuple], *, wide: bool = False) -> list[int]:
         unit = 1024 if len(triples) > 1024 else 32
@@ -96,38 +97,35 @@ def _permuted(a: int, b: int, selectors: int) -> int:
     return result
 
 
-# Instructions of words in %r1, %r2 and %r3: the meaning of what is then in %r4.
+# Opcode: its result from the words in %r1, %r2 and %r3.
 INTEGERS = {
-    "mul.hi.u32 %r4, %r1, %r2;": lambda a, b, _: a * b >> 32,
-    "mul.hi.s32 %r4, %r1, %r2;": lambda a, b, _: signed(a) * signed(b) >> 32,
-    "min.relu.s32 %r4, %r1, %r2;": lambda a, b, _: max(0, min(signed(a), signed(b))),
-    "and.b32 %r2, %r2, 31; shr.s32 %r4, %r1, %r2;": lambda a, b, _: signed(a) >> (b & 31),
-    "max.u32 %r2, %r2, 1; div.u32 %r4, %r1, %r2;": lambda a, b, _: a // max(b, 1),
-    "max.u32 %r2, %r2, 1; rem.u32 %r4, %r1, %r2;": lambda a, b, _: a % max(b, 1),
-    "max.u32 %r2, %r2, 1; div.s32 %r4, %r1, %r2;": lambda a, b, _: _truncated(
-        signed(a), signed(max(b, 1))
-    ),
-    "max.u32 %r2, %r2, 1; rem.s32 %r4, %r1, %r2;": lambda a, b, _: (
-        signed(a) - signed(max(b, 1)) * _truncated(signed(a), signed(max(b, 1)))
-    ),
-    "mad.lo.cc.u32 %r5, %r1, %r2, %r3; madc.hi.u32 %r4, %r1, %r2, 0;": (
+    "mul.hi.u32": lambda a, b, _: a * b >> 32,
+    "mul.hi.s32": lambda a, b, _: signed(a) * signed(b) >> 32,
+    "min.relu.s32": lambda a, b, _: max(0, min(signed(a), signed(b))),
+    "and.b32 %r2, %r2, 31; shr.s32": lambda a, b, _: signed(a) >> (b & 31),
+    "max.u32 %r2, %r2, 1; div.u32": lambda a, b, _: a // max(b, 1),
+    "max.u32 %r2, %r2, 1; rem.u32": lambda a, b, _: a % max(b, 1),
+    "max.u32 %r2, %r2, 1; div.s32": lambda a, b, _: _truncated(signed(a), signed(max(b, 1))),
+    "max.u32 %r2, %r2, 1; rem.s32": lambda a, b, _: math.fmod(signed(a), signed(max(b, 1))),
+    "mad.lo.cc.u32 %r5, %r1, %r2, %r3; mov.b32 %r3, 0; madc.hi.u32": (
         lambda a, b, c: a * b + c >> 32
     ),
-    "prmt.b32 %r4, %r1, %r2, %r3;": _permuted,
+    "prmt.b32": _permuted,
     **{
-        f"lop3.b32 %r4, %r1, %r2, %r3, {table:#x};": (
-            lambda *words, table=table: _looked_up(table, words)
-        )
+        f"lop3.b32 {table:#x}": lambda *words, table=table: _looked_up(table, words)
         for table in (0x80, 0x96, 0xF8, 0x1B)
     },
-    "shf.l.wrap.b32 %r4, %r1, %r2, %r3;": lambda a, b, by: (b << 32 | a) << (by & 31) >> 32,
-    "shf.r.wrap.b32 %r4, %r1, %r2, %r3;": lambda a, b, by: (b << 32 | a) >> (by & 31),
+    "shf.l.wrap.b32": lambda a, b, by: (b << 32 | a) << (by & 31) >> 32,
+    "shf.r.wrap.b32": lambda a, b, by: (b << 32 | a) >> (by & 31),
 }
 
 
-@pytest.mark.parametrize("text", INTEGERS)
-def test_integers(compute, text):
-    expected = [INTEGERS[text](*triple) & 0xFFFFFFFF for triple in TRIPLES]
+@pytest.mark.parametrize("opcode", INTEGERS)
+def test_integers(compute, opcode):
+    expected = [int(INTEGERS[opcode](*triple)) & 0xFFFFFFFF for triple in TRIPLES]
+    text, _, table = opcode.partition("lop3.b32 ")
+    operands = "%r4, %r1, %r2" + ", %r3" * bool(re.search("prmt|shf|madc|lop3", opcode))
+    text = f"lop3.b32 {operands}, {table};" if table else f"{text} {operands};"
     assert compute(text, TRIPLES) == expected
 
 
@@ -139,15 +137,14 @@ def test_bit_fields(compute, opcode, width):
     cases = [(low, high, *field) for low in WORDS for high in (1, 0xDEADBEEF) for field in fields]
     text = f"mov.b64 %d5, {{%r1, %r2}}; not.b64 %d6, %d5; shr.u32 %r6, %r3, 8; {opcode}{width} "
     text += f"%d4, %d5, {'%d6, ' * (opcode == 'bfi.b')}%r3, %r6;"
-    mask, expected = (1 << width) - 1, []
-    for low, high, *field in cases:
-        a = (high << 32 | low) & mask
-        result = (
-            _inserted(a, ~a, *field) if opcode == "bfi.b" else _extracted(a, *field, width, opcode)
-        )
-        expected.append(result & mask)
+    mask = (1 << width) - 1
     got = compute(text, [(low, high, at | size << 8) for low, high, at, size in cases], wide=True)
-    assert [word & mask for word in got] == expected
+    for word, (low, high, *field) in zip(got, cases, strict=True):
+        a = (high << 32 | low) & mask
+        expected = _extracted(a, *field, width, opcode)
+        if opcode == "bfi.b":
+            expected = _inserted(a, ~a, *field)
+        assert word & mask == expected & mask
 
 
 @pytest.mark.parametrize("letter", "us")
@@ -308,10 +305,9 @@ def test_narrow_and_wide_floats_together(compute, kind, dtype, one):
 
 def test_integers_from_floats_saturate(compute):
     given = [(bits_of(x),) for x in (1.5, 2.5, -2.5, 3e9, -3e9, float("nan"), float("inf"))]
-    got = [signed(x) for x in compute("cvt.rni.s32.f32 %r4, %r1;", given)]
-    assert got == [2, 2, -2, 2**31 - 1, -(2**31), 0, 2**31 - 1]
-    got = [signed(x) for x in compute("cvt.rzi.s32.f32 %r4, %r1;", given)]
-    assert got == [1, 2, -2, 2**31 - 1, -(2**31), 0, 2**31 - 1]
+    for mode, first in (("rni", 2), ("rzi", 1)):
+        got = [signed(x) for x in compute(f"cvt.{mode}.s32.f32 %r4, %r1;", given)]
+        assert got == [first, 2, -2, 2**31 - 1, -(2**31), 0, 2**31 - 1]
     got = compute("cvt.rni.s64.f32 %d4, %r1;", given, wide=True)
     assert [signed(x, 64) for x in got[3:]] == [3 * 10**9, -3 * 10**9, -(2**63), 2**63 - 1]
     got = compute("cvt.f64.f32 %d5, %r1; cvt.rzi.u32.f64 %r4, %d5;", given)
@@ -364,31 +360,22 @@ def test_votes_and_elections(compute):
 
 
 @pytest.mark.parametrize(
-    ("kind", "k", "one", "two", "expected"),
+    ("kind", "a", "b", "c", "expected"),
     [
-        ("satfinite.s32.s8.s8.s32", 32, 0x01010101, 0xFEFEFEFE, -2 * 32 + 7),
-        ("s32.u8.s8.s32", 32, 0xFFFFFFFF, 0x01010101, 255 * 32 + 7),
+        ("k32.row.col.satfinite.s32.s8.s8.s32", 0x01010101, 0xFEFEFEFE, 7, -2 * 32 + 7),
+        ("k32.row.col.s32.u8.s8.s32", 0xFFFFFFFF, 0x01010101, 7, 255 * 32 + 7),
+        # 2049 is no f16: 1 + 16 * 128 is rounded to 2048, and 2 + 16 * 128 stays.
+        ("k16.row.col.f16.f16.f16.f16", 0x3C003C00, 0x58005800, 0x40003C00, 0x68016800),
     ],
 )
-def test_integer_products(compute, kind, k, one, two, expected):
-    a, c = ", ".join(["%r10"] * 4), ", ".join(["%r12"] * 4)
+def test_products(compute, kind, a, b, c, expected):
+    d, count = ("%r4, %r5", 2) if "f16" in kind else ("%r4, %r5, %r6, %r7", 4)
     text = f"""
-    mov.b32 %r10, {one}; mov.b32 %r11, {two}; mov.b32 %r12, 7;
-    mma.sync.aligned.m16n8k{k}.row.col.{kind} {{%r4, %r5, %r6, %r7}},
-      {{{a}}}, {{%r11, %r11}}, {{{c}}};
+    mov.b32 %r10, {a}; mov.b32 %r11, {b}; mov.b32 %r12, {c};
+    mma.sync.aligned.m16n8{kind} {{{d}}}, {{%r10, %r10, %r10, %r10}}, {{%r11, %r11}},
+      {{{", ".join(["%r12"] * count)}}};
     """
     assert {signed(x) for x in compute(text, [(0,)] * 32)} == {expected}
-
-
-def test_products_added_up_in_f16(compute):
-    """2049 is no f16: 1 + 16 * 128 is rounded to 2048, and 2 + 16 * 128 stays."""
-    text = """
-    mov.b32 %r10, 0x3C003C00; mov.b32 %r11, 0x58005800; mov.b32 %r12, 0x40003C00;
-    mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16
-      {%r4, %r5}, {%r10, %r10, %r10, %r10}, {%r11, %r11}, {%r12, %r12};
-    """
-    low, high = (torch.tensor(x).half().view(torch.int16).item() for x in (2048.0, 2050.0))
-    assert set(compute(text, [(0,)] * 32)) == {high << 16 | low}
 
 
 RESULT = "shl.b64 %d11, %d10, 2; add.s64 %d12, %d0, %d11; st.global.b32 [%d12], %r2;"

@@ -93,17 +93,20 @@ def run(run_body):
     return run
 
 
+def assert_exact(out: torch.Tensor, exact: torch.Tensor) -> None:
+    torch.testing.assert_close(out, exact, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("seed", [None, 0, 1])
 @pytest.mark.parametrize("from_tensor_memory", [False, True], ids=["shared", "tensor"])
 def test_product_of_128_rows(run, from_tensor_memory, seed):
-    out, exact = run(product(from_tensor_memory=from_tensor_memory), seed=seed)
-    torch.testing.assert_close(out, exact, rtol=1e-6, atol=1e-6)
+    assert_exact(*run(product(from_tensor_memory=from_tensor_memory), seed=seed))
 
 
 def test_product_of_64_rows_uses_half_of_the_lanes(run):
     out, exact = run(product(64), m=64)
     out = out.view(4, 2, 16, N)
-    torch.testing.assert_close(out[:, 0].reshape(64, N), exact, rtol=1e-6, atol=1e-6)
+    assert_exact(out[:, 0].reshape(64, N), exact)
     assert out[:, 1].isnan().all()
 
 
@@ -161,7 +164,7 @@ def test_a_waiting_loop_lets_the_thread_run_that_it_waits_for(run, seed):
         before + ".reg .pred complete; @%p2 bra ISSUE;" + wait + rest
         + "bra.uni END; ISSUE: " + issue + "bra.uni waitLoop; END: mov.u32 %r1, %r0;"
     )  # fmt: skip
-    torch.testing.assert_close(*run(body, seed=seed), rtol=1e-6, atol=1e-6)
+    assert_exact(*run(body, seed=seed))
     with pytest.raises(Fault, match="every warp waits") as raised:
         run(body.replace("bra.uni waitLoop; END:", "END:").replace(issue, ""), seed=seed)
     assert raised.value.kind is FaultKind.ENDLESS
@@ -181,8 +184,7 @@ def test_product_that_overwrites_loaded_results_needs_a_barrier(run):
     start = body.index("@%p2 tcgen05.commit")
     wait = body[start : body.index("}", start) + 1].replace("%r41", "1")
     again = "@%p2 tcgen05.mma.cta_group::1.kind::f16 [ %r2 + 0 ], %d20, %d21, %r40, %p5;" + wait
-    out, exact = run(body.replace(LOAD_BARRIER, "bar.sync 0;" + again + LOAD_BARRIER))
-    torch.testing.assert_close(out, exact, rtol=1e-6, atol=1e-6)
+    assert_exact(*run(body.replace(LOAD_BARRIER, "bar.sync 0;" + again + LOAD_BARRIER)))
     with pytest.raises(Fault, match="another warp of the program read it since") as raised:
         run(body.replace(LOAD_BARRIER, again + LOAD_BARRIER))
     assert raised.value.kind is FaultKind.TENSOR_RACE
@@ -194,8 +196,7 @@ def test_operand_overwritten_while_the_product_is_in_flight(run):
     with pytest.raises(Fault, match="a product that reads it may still run"):
         run(body[:start] + "@%p2 st.shared.b32 [1024], %r0;\n" + body[start:])
     end = body.index("}", start) + 1  # allowed after the wait, without a barrier
-    out, exact = run(body[:end] + "@%p2 st.shared.b32 [1024], %r0;\n" + body[end:])
-    torch.testing.assert_close(out, exact, rtol=1e-6, atol=1e-6)
+    assert_exact(*run(body[:end] + "@%p2 st.shared.b32 [1024], %r0;\n" + body[end:]))
 
 
 @pytest.mark.parametrize(
