@@ -151,12 +151,6 @@ def _cuobjdump(cubin: bytes, flag: str) -> str:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def _cubin_usage(cubin: bytes) -> dict[str, int]:
-    """REG, STACK, SHARED and LOCAL as recorded in a cubin."""
-    usage = _cuobjdump(cubin, "-res-usage")
-    return {key: int(value) for key, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
-
-
 def count_loop_spills(sass: str) -> int:
     """Number of instructions of one kernel that access local memory inside a loop.
 
@@ -203,7 +197,7 @@ def _loops(graph: networkx.DiGraph) -> Iterator[set[int]]:
 def _ptx_widths(ptx: str, instruction: str) -> dict[int, int]:
     """Count ld.global or st.global by width in bits: ld.global.v4.b32 is 128 bits."""
     accesses = re.findall(rf"\b{instruction}\S*?(?:\.v(\d))?\.[busf](\d+)\s", ptx)
-    return Counter(sorted(int(vector or 1) * int(bits) for vector, bits in accesses))
+    return dict(Counter(sorted(int(vector or 1) * int(bits) for vector, bits in accesses)))
 
 
 def count_softmax_overlaps(ptx: str) -> int:
@@ -216,7 +210,8 @@ def count_softmax_overlaps(ptx: str) -> int:
 def _cuda_resources(compiled) -> dict[str, Any]:
     """The fields of KernelResources from a cubin and its PTX."""
     cubin, ptx = compiled.asm["cubin"], compiled.asm["ptx"]
-    used = _cubin_usage(cubin)
+    usage = re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", _cuobjdump(cubin, "-res-usage"))
+    used = {key: int(value) for key, value in usage}
     local_bytes = used["STACK"] + used["LOCAL"]
     # The third operand of cp.async is a number of bytes.
     copies = re.findall(r"\bcp\.async\.c[ag]\.\S+ \[[^]]+\], \[[^]]+\], (\w+)", ptx)
@@ -230,7 +225,7 @@ def _cuda_resources(compiled) -> dict[str, Any]:
         "shared_bytes": used["SHARED"] + compiled.metadata.shared,
         "tensor_memory_columns": compiled.metadata.tmem_size,
         "global_loads": _ptx_widths(ptx, "ld.global"),
-        "async_copies": Counter(sorted(8 * int(size, 0) for size in copies)),
+        "async_copies": dict(Counter(sorted(8 * int(size, 0) for size in copies))),
         "global_stores": _ptx_widths(ptx, "st.global"),
         "mma": {family: count for family, count in counts.items() if count},
         "softmax_overlaps": count_softmax_overlaps(ptx),
@@ -242,7 +237,8 @@ def _amd_widths(assembly: str, kind: str) -> dict[int, int]:
     units = {"byte": 8, "short": 16, "dword": 32}
     pattern = rf"\b(?:global|buffer|flat)_{kind}_(?:[us]?(byte|short)\S*|(dword)(?:x(\d))?)\s"
     found = re.findall(pattern, assembly)
-    return Counter(sorted(units[part or dword] * int(times or 1) for part, dword, times in found))
+    widths = [units[part or dword] * int(times or 1) for part, dword, times in found]
+    return dict(Counter(sorted(widths)))
 
 
 def _amd_resources(compiled) -> dict[str, Any]:
