@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture
 def cluster(tmp_path, monkeypatch):
-    """A head node without a core and two nodes of one core each, whose cells write a journal."""
+    """Two nodes of one core each, whose cells write a journal."""
     from ray.cluster_utils import Cluster
 
     behaviour = {"journal": str(tmp_path / "journal"), "sleep": 1.0}
@@ -36,13 +36,11 @@ def cluster(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     monkeypatch.setenv("RAY_gcs_server_port_wait_time_s", "600")
     monkeypatch.setattr(Cluster._wait_for_node, "__defaults__", (600,))
-    sizes = {"object_store_memory": 100 * 2**20, "include_dashboard": False}
+    sizes = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
     cluster = Cluster()
     try:
-        cluster.add_node(num_cpus=0, **sizes)
-        cluster.workers = [
-            cluster.add_node(num_cpus=1, object_store_memory=100 * 2**20) for _ in range(2)
-        ]
+        cluster.add_node(include_dashboard=False, **sizes)
+        cluster.second = cluster.add_node(**sizes)
         yield cluster
     finally:
         ray.shutdown()
@@ -63,7 +61,7 @@ def test_a_node_dies_and_no_cell_is_lost_or_doubled(
     def kill_a_node() -> None:
         while len(list(folder.glob(".cells/*.json"))) < 2 and not ended.wait(0.05):
             pass
-        cluster.remove_node(cluster.workers.pop(), allow_graceful=False)
+        cluster.remove_node(cluster.second, allow_graceful=False)
 
     killer = threading.Thread(target=kill_a_node)
     killer.start()
