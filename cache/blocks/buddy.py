@@ -59,11 +59,6 @@ class BuddyAllocator:
         return {start: 1 << order for start, order in self._orders.items()}
 
     @property
-    def longest_possible_run(self) -> int:
-        """Length of the longest run when nothing is in use."""
-        return 1 << (self.num_blocks.bit_length() - 1)
-
-    @property
     def longest_run(self) -> int:
         """Length of the longest free run; 0 without one."""
         for order in reversed(range(len(self._free))):

@@ -83,7 +83,7 @@ class Contiguous(CacheManager):
                 "number of tokens that it will have in the end"
             )
         self._buddy = BuddyAllocator(self.num_blocks)
-        longest = self._buddy.longest_possible_run * self.block_size
+        longest = self._buddy.longest_run * self.block_size
         self.reservation = reservation
         self.max_model_len = at_least(
             1, "max_model_len", longest if max_model_len is None else max_model_len, 1 << 62

@@ -168,7 +168,7 @@ class Radix(CacheManager):
             return
         seq, first = table.seq, table.num_in_tree
         key = RadixKey(seq, self.block_size)
-        if not self.tree.holds(table.node, key, first):
+        if key.child_key(first) not in table.node.children:
             table.node, _ = self.tree.insert(key, filled, table.node, first)
             table.num_in_tree += len(filled)
 

@@ -193,10 +193,6 @@ class RadixTree:
             position = end
         return node, num_duplicates
 
-    def holds(self, node: RadixNode, key: RadixKey, position: int) -> bool:
-        """Whether the block of ``key`` at ``position``, where ``node`` ends, is cached."""
-        return key.child_key(position) in node.children
-
     def evict(self, count: int) -> array:
         """Remove leaves chosen by the policy until they have at least ``count`` blocks.
 
@@ -299,11 +295,8 @@ class RadixTree:
 
 
 def _common_prefix_length(one: bytes, other: bytes) -> int:
-    """Length of the longest common prefix, by bisection: a loop in C compares the slices."""
-    length = min(len(one), len(other))
-    if one[:length] == other[:length]:
-        return length
-    low, high = 0, length - 1  # equal up to ``low``, different in the first ``high + 1``
+    """Common prefix of two different texts of one length, by bisection: C compares slices."""
+    low, high = 0, len(one) - 1  # equal up to ``low``, different in the first ``high + 1``
     while low < high:
         middle = (low + high + 1) // 2
         if one[low:middle] == other[low:middle]:

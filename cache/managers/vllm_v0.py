@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, count
 from numbers import Real
 from typing import Any
 
@@ -122,8 +122,8 @@ class VLLMv0(CacheManager):
         self.gpu = BlockAllocator(self.num_blocks, evictor, caching)
         self.cpu = BlockAllocator(self.num_cpu_blocks, LRUEvictor(), caching)
         self.gpu.counts = self._counts
-        self._clock: Callable[[], float] = self._next_number if clock is None else clock
-        self._num_given = 0  # placeholders, and times without a clock
+        self._numbers = count(1)  # placeholders, and times without a clock
+        self._clock: Callable[[], float] = clock or self._numbers.__next__
 
     def can_allocate(self, seq: Sequence, hit: Hit | None = None) -> AllocStatus:
         """OK, LATER or NEVER by the watermark; ``allocate`` may succeed although it is not OK."""
@@ -302,7 +302,7 @@ class VLLMv0(CacheManager):
     def _take(self, table: _Table, position: int, key: bytes | None) -> int:
         """A new block for position ``position`` of ``table``."""
         if key is None:
-            return self.gpu.take(self._next_number(), None, position)
+            return self.gpu.take(next(self._numbers), None, position)
         return self.gpu.take(key, self._key_before(table, position), position)
 
     def _write_to(self, table: _Table, position: int, key: bytes | None, own: int) -> Copies:
@@ -318,12 +318,8 @@ class VLLMv0(CacheManager):
             gpu.rename(own, key, self._key_before(table, position), position)
             gpu.computed[own] = (position + 1) * self.block_size <= table.seq.num_computed_tokens
         elif self.cpu.block_with(gpu.keys[own]) is not None:  # its CPU copy will differ from now on
-            gpu.rename(own, self._next_number(), None, position)
+            gpu.rename(own, next(self._numbers), None, position)
         return []
-
-    def _next_number(self) -> int:
-        self._num_given += 1
-        return self._num_given
 
     def _key_before(self, table: _Table, position: int) -> ContentKey | None:
         return self.gpu.keys[table.blocks[position - 1]] if position else None
