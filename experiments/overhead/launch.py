@@ -81,13 +81,14 @@ def _calls(device: torch.device) -> dict[str, partial]:
     from kernels.testing.cases import make_case
 
     batch = 64
-    sizes = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "num_tokens": batch}
-    sizes |= {"context_lens": (1,) * batch, "query_lens": (1,) * batch, "table_width": 256}
-    sizes |= {"group_sizes": (batch // 4,) * 4, "prefix_lens": (16,) * 4, "num_positions": 4096}
-    sizes |= {"num_pairs": 8, "num_layers": 32, "vocab_size": 128_256, "padded": False}
+    sizes: dict[str, Any] = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+    sizes |= {"num_tokens": batch, "context_lens": (1,) * batch, "query_lens": (1,) * batch}
+    sizes |= {"table_width": 256, "group_sizes": (batch // 4,) * 4, "prefix_lens": (16,) * 4}
+    sizes |= {"num_positions": 4096, "num_pairs": 8, "num_layers": 32, "vocab_size": 128_256}
+    sizes |= {"padded": False}
     fp8 = {"kv_dtype": torch.float8_e4m3fn}
     whole, split = ({"num_splits": n, "return_lse": False} for n in (1, 8))
-    configs = {
+    configs: dict[str, tuple[str, dict[str, Any]]] = {
         "store": ("store_kvcache", {}),
         "store, fp8": ("store_kvcache", fp8),
         "rotate and store": ("rope_store_kvcache", {}),
@@ -147,23 +148,21 @@ def _measure(call: partial, num_samples: int, on_gpu: bool) -> tuple[int, dict[s
     from triton.runtime.jit import JITFunction
 
     first = partial(inspect.unwrap(call.func), **call.keywords)
-    launches = []
-    count = {"__getitem__": lambda _, grid: lambda *_args, **_options: launches.append(grid)}
-    nothing = {"__getitem__": lambda _, _grid: lambda *_args, **_options: None}
-    with mock.patch.multiple(JITFunction, **count):
+    with mock.patch.object(JITFunction, "__getitem__") as launched:
         first()
     call()  # compiles, and is remembered
-    patches = (mock.patch.multiple(JITFunction, **nothing), *[contextlib.nullcontext()] * 2)
+    nothing: Any = {"__getitem__": lambda _, _grid: lambda *_args, **_options: None}
+    patches: Any = (mock.patch.multiple(JITFunction, **nothing), *[contextlib.nullcontext()] * 2)
     # The timings of a Timer are free of garbage collections.
     timers = list(zip(PHASES, map(timeit.Timer, (first, first, call)), patches, strict=True))
-    spans = {phase: [] for phase in PHASES}
+    spans: dict[str, list[float]] = {phase: [] for phase in PHASES}
     for _ in range(num_samples):
         for phase, timer, patch in timers:
             with patch:
                 spans[phase].append(timer.timeit(_CALLS_A_SAMPLE) / _CALLS_A_SAMPLE)
         if on_gpu:
             torch.cuda.synchronize()  # or the queue of launches would fill up and block
-    return len(launches), spans
+    return launched.call_count, spans
 
 
 def table(rows: style.DataFrame) -> style.DataFrame:
