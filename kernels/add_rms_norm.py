@@ -17,7 +17,7 @@ from kernels.checks import FLOAT_DTYPES, Arg, TensorSpec, bounded, check_number,
 from kernels.launch import launch
 from kernels.primitives import await_launches_before, cast, load_gain, reciprocal_rms
 from kernels.tiles import MAX_NORM_SIZE, cdiv, next_power_of_2, norm_tile, pdl_options
-from kernels.torch_ops import functional_op
+from kernels.torch_ops import functional_op, like_first
 
 _TENSORS = TensorSpec(
     Arg("x", "num_tokens hidden_size", FLOAT_DTYPES),
@@ -53,11 +53,7 @@ def _add_rms_norm_kernel(
     tl.store(out_ptr + rows[:, None] * HIDDEN_SIZE + offs[None, :], cast(y, dtype), mask=mask)
 
 
-def _fake(x, residual, weight, *, eps=1e-6, offset=0.0):
-    return x.new_empty(x.shape)
-
-
-@functional_op(fake=_fake, mutates_args=("residual",))
+@functional_op(fake=like_first, mutates_args=("residual",))
 def add_rms_norm(
     x: torch.Tensor,
     residual: torch.Tensor | None,

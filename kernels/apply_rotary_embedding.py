@@ -15,24 +15,18 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.checks import (
-    FLOAT_DTYPES,
-    ROTARY_ARGS,
-    ROTARY_RULE,
-    Arg,
-    TensorSpec,
-    check_values,
-)
+from kernels import checks
+from kernels.checks import FLOAT_DTYPES, Arg, TensorSpec
 from kernels.fp8_cache import to_cache
 from kernels.launch import launch
 from kernels.primitives import cast, load_gain, reciprocal_rms
 from kernels.tiles import cdiv, next_power_of_2, padded_dim, rotary_tile
-from kernels.torch_ops import functional_op
+from kernels.torch_ops import functional_op, like_first
 
 _TENSORS = TensorSpec(
     Arg("x", "num_tokens num_heads head_dim", FLOAT_DTYPES),
-    *ROTARY_ARGS,
-    rules=(ROTARY_RULE,),
+    *checks.ROTARY_ARGS,
+    rules=(checks.ROTARY_RULE,),
 )
 
 
@@ -45,9 +39,9 @@ def rotate_rows(
 ):  # fmt: skip
     """Rotate rows of head_dim elements. The pointers are [rows], to the start of each row.
 
-    scales: of the fp8 cache that the rows go to, a scalar or [rows, 1]; None for 1.
+    scales: of the fp8 cache that the rows go to, a scalar or [rows, 1], or None.
     norm_weight_ptr: weight of an RMSNorm over each row before the rotation, rounded to the source
-        dtype, see `add_rms_norm`; None for no norm.
+        dtype, see `add_rms_norm`, or None.
     HALF_PADDED: rotary_dim / 2 rounded up to a tile size.
     Source and destination may be the same memory.
     """
@@ -134,11 +128,7 @@ def _apply_rotary_embedding_kernel(
     )  # fmt: skip
 
 
-def _fake(x, positions, cos, sin, *, interleaved=False):
-    return x.new_empty(x.shape)
-
-
-@functional_op(fake=_fake)
+@functional_op(fake=like_first)
 def apply_rotary_embedding(
     x: torch.Tensor,
     positions: torch.Tensor,
@@ -165,7 +155,7 @@ def apply_rotary_embedding(
             also a position outside cos.
     """
     sizes = _TENSORS(x, positions, cos, sin)
-    check_values("positions", positions, 0, sizes.num_positions - 1, "rows of cos")
+    checks.check_values("positions", positions, 0, sizes.num_positions - 1, "rows of cos")
     num_tokens, num_heads, head_dim = x.shape
     out = torch.empty(num_tokens, num_heads, head_dim, dtype=x.dtype, device=x.device)
     num_rows = num_tokens * num_heads

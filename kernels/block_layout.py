@@ -1,8 +1,8 @@
 """Memory layout of one cache block, for the ops that move whole blocks.
 
 In most layouts (NHD, HND, a layer of a larger tensor) the slots, heads and dims of a block form one
-contiguous run, which a copy can treat as flat. In others, at most two strided dimensions of runs
-remain:
+contiguous run, which a copy can treat as flat. Otherwise at most two strided dimensions of
+runs remain:
 
     element e of a block lies at (e // RUN // INNER_RUNS) * stride_outer
                                + (e // RUN % INNER_RUNS) * stride_inner + e % RUN

@@ -59,13 +59,15 @@ class Arg:
     """Dtypes allowed, or a function that returns them given the dtype of each argument by name."""
     optional: bool = False
     """Whether None is allowed."""
+    or_number: bool = False
+    """Whether a number is allowed, which the op checks."""
     written: bool = False
     """Whether the op writes to it: no two elements may share memory, as expanded ones do. Programs
     would race for one place, and a rotation in place would be applied several times."""
     any_strides: bool = False
     """Whether the last dimension may be strided."""
     host_too: bool = False
-    """Whether it may lie in host memory although other arguments do not."""
+    """Whether it may be a CPU tensor while other arguments are on the GPU."""
 
 
 class TensorSpec:
@@ -80,11 +82,11 @@ class TensorSpec:
         self._sizes = functools.lru_cache(maxsize=1024)(self._check)
 
     def __call__(
-        self, *tensors: torch.Tensor | None, device: torch.device | None = None
+        self, *tensors: torch.Tensor | float | None, device: torch.device | None = None
     ) -> SimpleNamespace:
         """Check the tensors, given in the order of the declaration.
 
-        device: the device they must be on; None for the first one's.
+        device: the device they must be on, by default the first one's.
 
         Returns:
             The size of every dimension by its name.
@@ -94,15 +96,14 @@ class TensorSpec:
             ValueError: wrong shape, dtype or device, last dimension not contiguous, memory shared
                 by elements to be written, or a CPU tensor outside the interpreter.
         """
-        try:
-            layouts = [
-                None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors
-            ]
-        except (AttributeError, TypeError):  # TypeError: stride is no method of NumPy-like arrays
-            for arg, tensor in zip(self._args, tensors, strict=True):
-                if tensor is not None and not isinstance(tensor, torch.Tensor):
-                    raise not_a_tensor(arg.name, tensor) from None
-            raise
+        layouts: list[tuple | None] = []
+        for arg, t in zip(self._args, tensors, strict=True):
+            if isinstance(t, torch.Tensor):
+                layouts.append((t.shape, t.stride(), t.dtype, t.device))
+            elif arg.or_number or (t is None and arg.optional):
+                layouts.append(None)
+            else:
+                raise not_a_tensor(arg.name, t)
         return self._sizes(device, *layouts)
 
     def _check(self, device: torch.device | None, *layouts: tuple | None) -> SimpleNamespace:
@@ -111,8 +112,6 @@ class TensorSpec:
         dtypes = {arg.name: layout[2] for arg, layout in given.items() if layout is not None}
         for arg, layout in given.items():
             if layout is None:
-                if not arg.optional:
-                    raise not_a_tensor(arg.name, None)
                 continue
             shape, strides, dtype, actual_device = layout
             _bind_shape(arg, tuple(shape), sizes)
@@ -219,9 +218,9 @@ def bounded(name: str, dim: str, low: int, high: float | str = math.inf) -> Rule
 
     def rule(sizes: SimpleNamespace) -> None:
         size = vars(sizes).get(dim, low)
-        most = getattr(sizes, high) if isinstance(high, str) else high
-        if not low <= size <= most:
-            shown = f"{high}={most}" if isinstance(high, str) else high
+        maximum = getattr(sizes, high) if isinstance(high, str) else high
+        if not low <= size <= maximum:
+            shown = f"{high}={maximum}" if isinstance(high, str) else high
             raise ValueError(f"{name}: expected {dim}{_interval(low, shown)}, got {size}")
 
     return rule
@@ -244,9 +243,9 @@ HEAD_RULES = (_check_groups, bounded("q", "head_dim", MIN_HEAD_DIM, MAX_HEAD_DIM
 """Query heads that divide evenly among the KV heads (GQA), and a supported head_dim."""
 ROTARY_RULE = bounded("cos", "rotary_dim", 2, "head_dim")
 SCALE_ARGS = tuple(
-    Arg(name, "| 1 | num_kv_heads", FP32, optional=True) for name in ("k_scale", "v_scale")
+    Arg(name, "| 1 | num_kv_heads", FP32, or_number=True) for name in ("k_scale", "v_scale")
 )
-"""Scales that are tensors; see `check_scales`."""
+"""Scales; see `check_scales`."""
 ROTARY_ARGS = (
     Arg("positions", "num_tokens", INTEGERS),
     Arg("cos", "num_positions rotary_dim/2", FLOAT_DTYPES),
@@ -290,11 +289,6 @@ def store_spec(*args: Arg, rules: tuple[Rule, ...] = ()) -> TensorSpec:
     )
 
 
-def tensor_or_none(scale: Scale) -> torch.Tensor | None:
-    """A scale as a TensorSpec takes it."""
-    return scale if isinstance(scale, torch.Tensor) else None
-
-
 class WrongNumber(TypeError, ValueError):
     """An argument that should be a number has another type."""
 
@@ -330,11 +324,6 @@ def check_integer(
     return int(value)
 
 
-def check_grid_dim(name: str, dim: str, size: int) -> None:
-    """Check the size of a dimension that becomes a secondary launch dimension."""
-    check_integer(name, size, 0, MAX_GRID_YZ, dim)
-
-
 def check_num_splits(name: str, num_splits: int | None) -> int | None:
     """Check a number of splits, which becomes a secondary launch dimension, or None. Returns it."""
     return None if num_splits is None else check_integer(name, num_splits, 1, MAX_GRID_YZ)
@@ -363,7 +352,7 @@ def check_values(
 ) -> None:
     """Check that the values of a tensor in host memory are numbers from low to high.
 
-    where: a mask of the values that count; None for all.
+    where: a mask of the values that count. By default all do.
     """
     if values is None or not values.is_cpu:
         return
@@ -375,13 +364,13 @@ def check_values(
     if where is not None:
         outside = outside & where
     if outside.any():
-        place = outside.nonzero()[0].tolist()
-        got = values[tuple(place)].item()
-        raise ValueError(f"{name}: expected {what}{_interval(low, high)}, got {got} at {place}")
+        index = outside.nonzero()[0].tolist()
+        got = values[tuple(index)].item()
+        raise ValueError(f"{name}: expected {what}{_interval(low, high)}, got {got} at {index}")
 
 
 def check_scales(k_scale: Scale, v_scale: Scale, k_cache: torch.Tensor) -> None:
-    """Check the scales of an fp8 cache beyond what a TensorSpec checks.
+    """Check the scales of an fp8 cache further than a TensorSpec does.
 
     Raises:
         TypeError: neither a number nor a tensor.
@@ -452,7 +441,7 @@ def check_block_tables(
     query_lens, window_size: queries at the end of each sequence and tokens that each sees, (batch,)
     or one number for all. Table entries wholly before the window of the first query are never read
     and may hold anything.
-    names: what the caller calls the tables and the lengths.
+    names: the caller's names of the tables and the lengths.
     """
     if not context_lens.is_cpu or context_lens.shape[0] == 0:
         return

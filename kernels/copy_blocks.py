@@ -24,7 +24,7 @@ from kernels.block_layout import (
     check_block_pairs,
     element_offsets,
 )
-from kernels.checks import Arg, TensorSpec, check_grid_dim, same_dtype
+from kernels.checks import MAX_GRID_YZ, Arg, TensorSpec, check_integer, same_dtype
 from kernels.launch import launch
 from kernels.tiles import cdiv, copy_tile
 from kernels.torch_ops import functional_op
@@ -107,7 +107,7 @@ def _copy_blocks(planes: list[torch.Tensor], src_to_dst: torch.Tensor) -> None:
         src_to_dst, num_src_blocks=num_blocks, num_dst_blocks=num_blocks, same_pool=True
     )
     num_planes = 2 * first.shape[1] if is_one_tensor else len(planes)
-    check_grid_dim("caches", "layers * 2", num_planes)
+    check_integer("caches", num_planes, 0, MAX_GRID_YZ, "layers * 2")
     num_pairs = src_to_dst.shape[0]
     if num_pairs == 0 or first.numel() == 0:
         return

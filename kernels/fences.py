@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import triton
 from triton.backends import backends
@@ -24,7 +25,7 @@ def fence_copies(ptx: str) -> str:
 def add_fences() -> None:
     """Make Triton before 3.7.1 add the fence to all that this process compiles for NVIDIA GPUs."""
     version = tuple(map(int, re.findall(r"\d+", triton.__version__)[:3]))
-    nvidia = backends.get("nvidia")
+    nvidia: Any = backends.get("nvidia")
     if version >= (3, 7, 1) or not nvidia or nvidia.compiler.__name__ == "FencedBackend":
         return
 

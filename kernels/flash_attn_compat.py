@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from numbers import Integral
 from operator import index
+from typing import Any
 
 import torch
 
@@ -33,12 +34,12 @@ class _ForwardOnly(torch.autograd.Function):
         )
 
 
-def _detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
+def _detached(tensor: Any) -> Any:
     """Detach the tensor, so that compiled code does not look for a derivative."""
     return tensor.detach() if getattr(tensor, "requires_grad", False) else tensor
 
 
-def _as_integer(name: str, value: object) -> int:
+def _as_integer(name: str, value: Any) -> int:
     """An integer argument as an int; a NumPy integer or a tensor of one element will do.
 
     Raises:
@@ -130,7 +131,7 @@ def flash_attn_with_kvcache(
     rotary_interleaved: bool = True, alibi_slopes: torch.Tensor | None = None,
     num_splits: int = 0, return_softmax_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Write new keys and values, if any, into a KV cache, and compute attention over the cache.
+    """Write new keys and values, where given, into a KV cache, and compute attention over it.
 
     seqlen_k is the number of a sequence's tokens in the cache, with the new ones and without left
     padding. Query i has position i + seqlen_k - seqlen (bottom-right alignment). It sees the keys
@@ -147,7 +148,7 @@ def flash_attn_with_kvcache(
             capacity of the cache per sequence. They require k and v. A new key is rotated by the
             index that it is written to. Query i is rotated by cache_seqlens + i if causal or with a
             window, otherwise by cache_seqlens.
-        cache_seqlens: tokens in the cache before the call, an int or (batch,) int32; None for full.
+        cache_seqlens: tokens in the cache before the call, an int or (batch,) int32. None: full.
         cache_batch_idx: (batch,) int32, the cache row of each sequence; not with block_table.
         cache_leftpad: (batch,) int32, the index where each sequence starts in the cache.
         block_table: (batch, max_blocks) int32.
@@ -183,11 +184,12 @@ def flash_attn_with_kvcache(
 
     if softmax_scale is not None:
         softmax_scale = check_number("softmax_scale", softmax_scale)
-    is_int = isinstance(cache_seqlens, Integral) and not isinstance(cache_seqlens, bool)
+    cache_seqlen = None
+    if isinstance(cache_seqlens, Integral) and not isinstance(cache_seqlens, bool):
+        cache_seqlens, cache_seqlen = None, int(cache_seqlens)
     out, lse = flash_attn_kvcache(
         _detached(q), k_cache, v_cache, _detached(k), _detached(v), rotary_cos, rotary_sin,
-        None if is_int else cache_seqlens, int(cache_seqlens) if is_int else None,
-        cache_batch_idx, cache_leftpad, block_table,
+        cache_seqlens, cache_seqlen, cache_batch_idx, cache_leftpad, block_table,
         scale=softmax_scale, window=_window(window_size, causal), softcap=softcap,
         rotary_interleaved=rotary_interleaved, alibi_slopes=alibi_slopes,
         num_splits=_as_integer("num_splits", num_splits), return_lse=return_softmax_lse,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -74,7 +75,7 @@ _CACHE_TENSORS = {
 """By whether k and v are given, which are written to the cache."""
 
 
-def _contiguous_rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
+def _contiguous_rows(tensor: Any) -> Any:
     """The tensor, copied if its last dimension is not contiguous, as flash-attn does."""
     if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0 or tensor.stride(-1) == 1:
         return tensor
@@ -86,7 +87,7 @@ def _attend(
     block_tables: torch.Tensor | None, cu_seqlens_q: torch.Tensor | None,
     context_lens: torch.Tensor,
     *,
-    max_seqlen_q: int, window: tuple[int, int], num_splits: int = 0,
+    max_seqlen_q: int, window: Sequence[int], num_splits: int = 0,
     kv_starts: torch.Tensor | None = None, paged: bool = True, max_seqlen_k: int | None = None,
     return_lse: bool, **options,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -103,7 +104,7 @@ def _attend(
             max_seqlen_q=max_seqlen_q, window=(left, right), kv_starts=kv_starts, paged=paged,
             num_splits=num_splits or None, max_seqlen_k=max_seqlen_k, **options,
         )  # fmt: skip
-    elif q.shape[0]:
+    elif q.shape[0] and block_tables is not None:
         launch_decode(
             out, lse, q, k_cache, v_cache, block_tables, context_lens,
             window_size=None if left is None else left + 1, k_scale=None, v_scale=None,
@@ -174,30 +175,6 @@ def _positions(starts: torch.Tensor, count: int) -> torch.Tensor:
     return (starts[:, None] + steps).flatten()
 
 
-def _append(
-    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
-    tables: torch.Tensor, cache_seqlens: torch.Tensor,
-    rotary: tuple[torch.Tensor, torch.Tensor] | None, interleaved: bool, paged: bool,
-) -> None:  # fmt: skip
-    """Write k and v, (batch, seqlen_new, nheads_k, headdim), after the cached tokens."""
-    batch, seqlen_new = k.shape[:2]
-    positions = _positions(cache_seqlens, seqlen_new)
-    tokens = torch.arange(batch * seqlen_new, dtype=torch.int32, device=k.device)
-    seq_ids = tokens if seqlen_new == 1 else tokens // seqlen_new
-    slots = slot_mapping_from_positions(positions, tables, seq_ids, k_cache.shape[1])
-    k, v = k.flatten(0, 1), v.flatten(0, 1)
-    caches = k_cache, v_cache
-    if not paged and all(c.stride(0) == c.shape[1] * c.stride(1) for c in caches):
-        # As blocks of one token, with the same slot numbers, all sizes of the cache compile once.
-        k_cache, v_cache = (cache.flatten(0, 1)[:, None] for cache in caches)
-    if rotary is None:
-        store_kvcache(k, v, k_cache, v_cache, slots)
-    else:
-        rope_store_kvcache(
-            None, k, v, k_cache, v_cache, slots, positions, *rotary, interleaved=interleaved
-        )
-
-
 @functional_op(fake=_fake, mutates_args=("k_cache", "v_cache"), remembers=False)
 def flash_attn_kvcache(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
@@ -228,24 +205,24 @@ def flash_attn_kvcache(
     seqlen_new = 0 if k is None else sizes.seqlen_new
     scale, _, softcap, _ = check_score_options(scale, None, softcap, num_splits or None)
 
-    tables = block_table
-    if cache_batch_idx is not None:
+    paged = block_table is not None
+    if block_table is not None:
+        tables = block_table
+    elif cache_batch_idx is not None:
         tables = cache_batch_idx[:, None]
-    elif block_table is None:
+    else:
         if batch > sizes.num_blocks:
             raise ValueError(
                 f"k_cache: expected at least batch={batch} rows, got {sizes.num_blocks}"
             )
         tables = torch.arange(batch, dtype=torch.int32, device=device)[:, None]
     capacity = tables.shape[1] * sizes.block_size
-    rotary = None
-    if rotary_cos is not None:
-        rotary = (rotary_cos, rotary_sin)
-        if sizes.seqlen_ro < capacity:
-            raise ValueError(
-                f"rotary_cos: expected at least {capacity} rows, the capacity of the cache per "
-                f"sequence, got {sizes.seqlen_ro}"
-            )
+    rotary = None if rotary_cos is None or rotary_sin is None else (rotary_cos, rotary_sin)
+    if rotary is not None and sizes.seqlen_ro < capacity:
+        raise ValueError(
+            f"rotary_cos: expected at least {capacity} rows, the capacity of the cache per "
+            f"sequence, got {sizes.seqlen_ro}"
+        )
     if cache_seqlens is None:
         cache_seqlen = capacity if cache_seqlen is None else cache_seqlen
         if not 0 <= cache_seqlen <= capacity - seqlen_new:
@@ -259,7 +236,7 @@ def flash_attn_kvcache(
     check_block_tables(
         tables, filled, k_cache,
         query_lens=max(seqlen, seqlen_new), window_size=None if left < 0 else left + 1,
-        names=("cache_batch_idx" if block_table is None else "block_table", "cache_seqlens"),
+        names=("block_table" if paged else "cache_batch_idx", "cache_seqlens"),
     )  # fmt: skip
 
     q = q.flatten(0, 1)
@@ -270,9 +247,20 @@ def flash_attn_kvcache(
         else:
             positions = cache_seqlens.repeat_interleave(seqlen, output_size=batch * seqlen)
         q = apply_rotary_embedding(q, positions, *rotary, interleaved=rotary_interleaved)
-    if seqlen_new:
-        paged = block_table is not None
-        _append(k, v, k_cache, v_cache, tables, cache_seqlens, rotary, rotary_interleaved, paged)
+    if k is not None and v is not None and seqlen_new:
+        positions = _positions(cache_seqlens, seqlen_new)
+        seq_ids = torch.arange(batch * seqlen_new, dtype=torch.int32, device=device) // seqlen_new
+        slots = slot_mapping_from_positions(positions, tables, seq_ids, sizes.block_size)
+        stored = k.flatten(0, 1), v.flatten(0, 1), k_cache, v_cache, slots
+        caches = k_cache, v_cache
+        if not paged and all(c.stride(0) == c.shape[1] * c.stride(1) for c in caches):
+            # Blocks of one token have the same slots, and all sizes of the cache compile once.
+            stored = *stored[:2], *(cache.flatten(0, 1)[:, None] for cache in caches), slots
+        if rotary is None:
+            store_kvcache(*stored)
+        else:
+            options = {"interleaved": rotary_interleaved}
+            rope_store_kvcache(None, *stored, positions, *rotary, **options)
     cu_seqlens_q = None
     if seqlen != 1 or cache_leftpad is not None:
         cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=device) * seqlen
@@ -280,7 +268,7 @@ def flash_attn_kvcache(
     out, lse = _attend(
         q, k_cache, v_cache, tables, cu_seqlens_q, context_lens,
         max_seqlen_q=seqlen, window=window, num_splits=num_splits, kv_starts=cache_leftpad,
-        paged=block_table is not None,
+        paged=paged,
         scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, return_lse=return_lse,
     )  # fmt: skip
     out = out.unflatten(0, (batch, seqlen))

@@ -14,7 +14,7 @@ from kernels.checks import FLOAT_DTYPES, Arg, TensorSpec, same_dtype
 from kernels.launch import launch
 from kernels.primitives import LOG2_E, await_launches_before, cast, tanh
 from kernels.tiles import activation_tile, cdiv, pdl_options
-from kernels.torch_ops import functional_op
+from kernels.torch_ops import functional_op, like_first
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 """Names in Hugging Face configs: SiLU (Llama, Qwen), and GELU approximated with tanh (Gemma)."""
@@ -48,11 +48,7 @@ def _gated_activation_kernel(
     tl.store(out_ptr + row * SIZE + offs, cast(activated * up, dtype), mask=mask)
 
 
-def _fake(gate, up, activation):
-    return gate.new_empty(gate.shape)
-
-
-@functional_op(fake=_fake)
+@functional_op(fake=like_first)
 def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
     """Compute activation(gate) * up.
 

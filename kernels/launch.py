@@ -1,8 +1,8 @@
-"""Kernel launches, and how an op repeats those of an equal call without the host's work for them.
+"""Kernel launches, and how an op repeats the launches of an equal call without the host's work.
 
 Argument checks, the choice of tiles and Triton's search for the compiled kernel take longer than
 the driver's launch. They depend only on the layouts of the tensors (shape, strides, dtype, device,
-address modulo 16) and on the other arguments. So an op records the kernels that a call launches,
+address modulo 16) and on numbers. So an op records the kernels that a call launches,
 and launches them again on the tensors of an equal call.
 """
 
@@ -54,7 +54,8 @@ def remembered(launcher: Callable[..., Any]) -> Callable[..., Any]:
             return launcher(*args, **kwargs)
         if repeat is not None:
             return repeat(values)
-        _recording.launches = launches = []
+        launches: list[tuple[Any, list]] = []
+        _recording.launches = launches
         try:
             result = launcher(*args, **kwargs)
         finally:
@@ -69,7 +70,7 @@ def remembered(launcher: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _layout(value: object) -> tuple:
-    """What the host's work for a call depends on in one of its arguments."""
+    """The properties of an argument that the host's work for a call depends on."""
     if isinstance(value, torch.Tensor):
         address = value.data_ptr() % _ALIGNMENT
         return value.shape, value.stride(), value.dtype, value.device, address
@@ -77,8 +78,8 @@ def _layout(value: object) -> tuple:
 
 
 def _repeat(values: list[Any], launches: list, result: Any) -> Callable[[list], Any] | None:
-    """A function of other values with the same layouts that launches the same kernels on them and
-    returns what the call does; None if arguments share memory, or parts of them are passed on.
+    """A function that launches the same kernels on other values with the same layouts, and returns
+    the call's results. None if arguments share memory, or parts of them are passed on.
 
     It picks the arguments of each launch from a pool: the values, new tensors, constants. A kernel
     takes a view as another dtype by its address alone.

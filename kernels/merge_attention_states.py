@@ -17,7 +17,7 @@ import triton.language as tl
 from kernels.checks import FLOAT_DTYPES, FP32, Arg, TensorSpec, same_dtype
 from kernels.launch import launch
 from kernels.primitives import LN_2, LOG2_E, cast, finite_shift
-from kernels.tiles import cdiv, merge_states_tile, padded_dim
+from kernels.tiles import cdiv, padded_dim, store_tile
 from kernels.torch_ops import functional_op
 
 _TENSORS = TensorSpec(
@@ -112,7 +112,7 @@ def merge_attention_states(
     if num_rows == 0:
         return out, lse
     head_dim_padded = padded_dim(head_dim)
-    tile = merge_states_tile(head_dim_padded)
+    tile = store_tile(head_dim_padded)
     launch(_merge_attention_states_kernel, (cdiv(num_rows, tile.rows),),
         out, lse, out_a, lse_a, out_b, lse_b,
         num_rows,

@@ -24,15 +24,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.checks import (
-    INT32,
-    Arg,
-    attention_spec,
-    check_block_tables,
-    check_scales,
-    check_score_options,
-    tensor_or_none,
-)
+from kernels import checks, tiles
+from kernels.checks import INT32, Arg, attention_spec
 from kernels.fp8_cache import (
     Scale,
     byte_strides,
@@ -65,18 +58,6 @@ from kernels.primitives import (
     wide_product,
 )
 from kernels.split_states import SplitStates, chunks_of, results_of
-from kernels.tiles import (
-    PROGRAMS_PER_MULTIPROCESSOR,
-    AttentionTile,
-    Chunking,
-    cdiv,
-    chunking,
-    decode_options,
-    decode_tile,
-    padded_dim,
-    pdl_options,
-    target_of,
-)
 from kernels.torch_ops import attention_op
 
 _TENSORS = attention_spec(
@@ -91,7 +72,7 @@ def _later_items(
     rows, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
     HEAD_TILES: tl.constexpr, TILE_N: tl.constexpr, USE_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Number of work items of sequences apart from those of their first chunks."""
+    """Number of work items of the later chunks of sequences."""
     context_lens = tl.load(context_lens_ptr + rows, mask=rows < batch, other=0)
     first = tl.maximum(context_lens - window_size, 0) if USE_WINDOW else 0
     _, num_chunks = chunks_of(context_lens - first, min_tiles, max_chunks, TILE_N)
@@ -105,7 +86,7 @@ def _next_item(
     IS_SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Find a work item. Negative items are first chunks, of which every sequence has one, and need
-    no search. Others are later chunks, at most `most_later`, counted from those of sequence `row`.
+    no search. Items from 0 on are later chunks, at most `most_later`, the first of sequence `row`.
 
     Returns the sequence of a later chunk, and the item counted from its own ones. The sequence is
     at least `batch` if there are fewer items. Every warp searches 64 sequences at a time by itself,
@@ -313,15 +294,17 @@ def decode_chunking(
     block_tables: torch.Tensor,
     window_size: int | None,
     num_splits: int | None,
-) -> tuple[AttentionTile, Chunking, int]:
+) -> tuple[tiles.AttentionTile, tiles.Chunking, int]:
     """The tile, how sequences are divided, and the most chunks that the tables allow."""
     num_q_heads, head_dim = q.shape[1:]
     num_kv_heads = k_cache.shape[2]
-    group_size, target = num_q_heads // num_kv_heads, target_of(q.device)
-    tile = decode_tile(group_size, padded_dim(head_dim), q.dtype, target, k_cache.itemsize)
+    group_size, target = num_q_heads // num_kv_heads, tiles.target_of(q.device)
+    tile = tiles.decode_tile(
+        group_size, tiles.padded_dim(head_dim), q.dtype, target, k_cache.itemsize
+    )
     max_tokens = block_tables.shape[1] * k_cache.shape[1]
     max_tokens = max_tokens if window_size is None else min(max_tokens, window_size)
-    chunks = chunking(num_kv_heads, num_splits)
+    chunks = tiles.chunking(num_kv_heads, num_splits)
     return tile, chunks, chunks.most(max_tokens, tile.tile_n)
 
 
@@ -339,42 +322,41 @@ def launch_decode(
 
     paged: False if the keys of a sequence are contiguous. The caches are then (num_pieces, slots,
         num_kv_heads, head_dim), and block_tables, (batch, 1), has the piece of each sequence.
-    states, first_state: split states to merge with those of this kernel, which it writes from
+    states, first_state: split states to merge, of which this kernel writes the entries from
         first_state on.
     """
     batch, num_q_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
-    group_size, target = num_q_heads // num_kv_heads, target_of(q.device)
+    group_size, target = num_q_heads // num_kv_heads, tiles.target_of(q.device)
     tile, chunks, most = decode_chunking(q, k_cache, block_tables, window_size, num_splits)
     if states is None and most > 1:
         states = SplitStates.empty(q, most)
-    is_split = states is not None
+    results = (out, lse) if states is None else (states.acc, states.sums)
     scale = head_dim**-0.5 if scale is None else scale
-    pieces = batch * most * num_kv_heads * cdiv(group_size, tile.tile_m)
-    programs = PROGRAMS_PER_MULTIPROCESSOR * target.num_multiprocessors
+    pieces = batch * most * num_kv_heads * tiles.cdiv(group_size, tile.tile_m)
+    programs = tiles.PROGRAMS_PER_MULTIPROCESSOR * target.num_multiprocessors
     launch(_paged_decode_kernel, (min(pieces, programs),),
-        *((states.acc, states.sums) if is_split else (out, lse)),
-        q, cache_argument(k_cache), cache_argument(v_cache), block_tables, context_lens,
+        *results, q, cache_argument(k_cache), cache_argument(v_cache), block_tables, context_lens,
         alibi_slopes, sinks, *scale_arguments(k_scale), *scale_arguments(v_scale),
         scale, softcap, 0 if window_size is None else window_size,
         batch, chunks.min_tiles, chunks.max_chunks,
-        first_state, states.sums.shape[2] if is_split else 0,
+        first_state, 0 if states is None else states.sums.shape[2],
         *out.stride()[:2], *q.stride()[:2], *byte_strides(k_cache), *byte_strides(v_cache),
         block_tables.stride(0),
         alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
         NUM_KV_HEADS=num_kv_heads, GROUP_SIZE=group_size,
-        HEAD_DIM=head_dim, HEAD_DIM_PADDED=padded_dim(head_dim),
+        HEAD_DIM=head_dim, HEAD_DIM_PADDED=tiles.padded_dim(head_dim),
         BLOCK_SIZE=k_cache.shape[1] if paged else 0,
         TILE_M=tile.tile_m, TILE_N=tile.tile_n,
         USE_WINDOW=window_size is not None,
         NEGATIVE_SCALE=scale < 0,
         HAS_SOFTCAP=softcap > 0, HAS_ALIBI=alibi_slopes is not None,
-        IS_SPLIT=is_split,
+        IS_SPLIT=states is not None,
         PAIRED_VALUES=target.backend != "hip" and has_value_pairs(v_cache),
         PRECISION=tile.precision,
-        **decode_options(tile, target), **pdl_options(q.device),
+        **tiles.decode_options(tile, target), **tiles.pdl_options(q.device),
     )  # fmt: skip
-    if is_split:
+    if states is not None:
         states.merge_into(
             out, lse, sinks=sinks, context_lens=context_lens, window_size=window_size,
             chunks=chunks, first_chunk=first_state, tile_n=tile.tile_n,
@@ -406,7 +388,7 @@ def paged_decode_attention(
             before its window, are never read.
         context_lens: (batch,) int32, tokens per sequence including the current one.
         scale: of the scores; head_dim ** -0.5 if None.
-        window_size: tokens the query sees, itself included; None for all.
+        window_size: tokens the query sees, itself included. None: all of them.
         softcap: scores become softcap * tanh(score / softcap); 0 for none.
         alibi_slopes: (num_q_heads,) or (batch, num_q_heads) fp32; adds -slope * distance.
         sinks: (num_q_heads,) logits that join the softmax denominator but carry no value (gpt-oss).
@@ -432,15 +414,13 @@ def paged_decode_attention(
             memory also a table too narrow for a context length, or an invalid block id.
     """
     sizes = _TENSORS(
-        k_cache, v_cache, tensor_or_none(k_scale), tensor_or_none(v_scale), q, out,
-        block_tables, context_lens,
-        alibi_slopes, sinks,
+        k_cache, v_cache, k_scale, v_scale, q, out, block_tables, context_lens, alibi_slopes, sinks,
     )  # fmt: skip
-    check_scales(k_scale, v_scale, k_cache)
-    scale, window_size, softcap, num_splits = check_score_options(
+    checks.check_scales(k_scale, v_scale, k_cache)
+    scale, window_size, softcap, num_splits = checks.check_score_options(
         scale, window_size, softcap, num_splits
     )
-    check_block_tables(block_tables, context_lens, k_cache, window_size=window_size)
+    checks.check_block_tables(block_tables, context_lens, k_cache, window_size=window_size)
     out, lse = results_of(q, out, return_lse)
     if sizes.batch:
         launch_decode(
@@ -449,4 +429,4 @@ def paged_decode_attention(
             alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale,
             num_splits=num_splits,
         )  # fmt: skip
-    return (out, lse) if return_lse else out
+    return out if lse is None else (out, lse)

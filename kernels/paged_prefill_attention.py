@@ -18,8 +18,8 @@ With t the position of a query, the keys it sees are [t - window_left, t + windo
 Only the outer two regions, a tile or two each, need masks, and keys that no row sees are never
 loaded. Keys are processed in steps of TILE_N from the first visible one, whatever the block size.
 With SCORES_AHEAD the product of queries and the next keys is issued before the product of weights
-and values. Where products are asynchronous only the latter is not waited for: it runs during the
-next softmax, as within a warp group of FlashAttention 3 (Shah et al., 2024).
+and values. Where products are asynchronous, the product of weights and values runs during the next
+softmax, as within a warp group of FlashAttention 3 (Shah et al., 2024).
 
 With few queries behind a long cached prefix (a turn of an agent) the tiles of rows do not fill the
 GPU. Several programs can then share the keys of a tile, divided as in decode (split_states.py). The
@@ -28,8 +28,8 @@ its result is bitwise the same in any batch.
 
 This kernel also computes the prefix part of cascade (shared_prefix_decode_attention.py). There the
 "sequence" is a group, its queries are one per member, and each follows a suffix of its own, so the
-windows of the rows begin at different positions. The result of a member must not depend on the
-other members, so tiles and splits start at fixed positions, whatever the windows.
+windows of the rows begin at different positions. The result of a member must not depend on its
+group, so tiles and splits start at fixed positions, whatever the windows.
 """
 
 from __future__ import annotations
@@ -38,17 +38,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.checks import (
-    INT32,
-    Arg,
-    attention_spec,
-    check_block_tables,
-    check_cu_seqlens,
-    check_grid_dim,
-    check_scales,
-    check_score_options,
-    tensor_or_none,
-)
+from kernels import checks, tiles
+from kernels.checks import INT32, Arg, attention_spec
 from kernels.fp8_cache import (
     Scale,
     byte_strides,
@@ -78,33 +69,17 @@ from kernels.primitives import (
     wide_product,
 )
 from kernels.split_states import SplitStates, chunks_of, results_of, states_of_sequence
-from kernels.tiles import (
-    cdiv,
-    few_queries,
-    padded_dim,
-    pdl_options,
-    prefill_chunking,
-    prefill_tile,
-    split_prefill_tile,
-    target_of,
-)
 from kernels.torch_ops import attention_op
 
 # Wider windows than any context, small enough that adding a position stays within 32 bits.
 _NO_LIMIT = 2**30
 _SEARCH_WIDTH = 256
-
-
-def _check_kv_heads(sizes) -> None:
-    check_grid_dim("k_cache", "num_kv_heads", sizes.num_kv_heads)
-
-
 _TENSORS = attention_spec(
     "total_q",
     Arg("context_lens", "batch", INT32),
     Arg("cu_seqlens_q", "batch+1", INT32),
     Arg("block_tables", "batch max_blocks", INT32),
-    rules=(_check_kv_heads,),
+    rules=(checks.bounded("k_cache", "num_kv_heads", 1, checks.MAX_GRID_YZ),),
 )
 
 
@@ -361,7 +336,7 @@ def count_tiles(
     total_q: int, batch: int, max_seqlen_q: int, group_size: int, tile_m: int
 ) -> tuple[int, int]:
     """Tiles of rows per KV head: of the launch, and of one sequence."""
-    tiles_per_seq = cdiv(max_seqlen_q * group_size, tile_m)
+    tiles_per_seq = tiles.cdiv(max_seqlen_q * group_size, tile_m)
     return min(batch * tiles_per_seq, total_q * group_size // tile_m + batch), tiles_per_seq
 
 
@@ -384,11 +359,11 @@ def launch_prefill(
 ) -> None:  # fmt: skip
     """Launch the kernel on checked arguments of `paged_prefill_attention`. Further arguments:
 
-    window: how many keys before and after its own position a query sees; None for all.
-    kv_starts: (batch,) int32, the slot of position 0 of each sequence; None for slot 0.
+    window: how many keys before and after its own position a query sees, all if None.
+    kv_starts: (batch,) int32, the slot of position 0 of each sequence, slot 0 if None.
     paged: False if the keys of a sequence are contiguous. The caches are then (num_pieces, slots,
-        num_kv_heads, head_dim), and block_tables, (batch, 1), has the piece of each sequence; None
-        for piece 0.
+        num_kv_heads, head_dim), and block_tables, (batch, 1), has the piece of each sequence,
+        piece 0 if None.
     max_seqlen_k: an upper bound of context_lens, if one smaller than the capacity is known.
     suffix_lens: (total_q,) int32, distance of each query from the last key (cascade). Then out and
         lse are acc and sums of SplitStates; their first num_splits entries are written.
@@ -399,35 +374,36 @@ def launch_prefill(
     batch = context_lens.shape[0]
     if total_q == 0 or batch == 0 or max_seqlen_q == 0:
         return
-    head_dim_padded = padded_dim(head_dim)
-    target = target_of(q.device)
-    tile = prefill_tile(head_dim_padded, q.dtype, target, k_cache.itemsize)
+    head_dim_padded = tiles.padded_dim(head_dim)
+    target = tiles.target_of(q.device)
+    tile = tiles.prefill_tile(head_dim_padded, q.dtype, target, k_cache.itemsize)
     left, right = window
-    if num_splits is None and max_seqlen_q > few_queries(num_q_heads, num_kv_heads):
+    if num_splits is None and max_seqlen_q > tiles.few_queries(num_q_heads, num_kv_heads):
         num_splits = 1
-    chunks = prefill_chunking(num_q_heads, num_kv_heads, num_splits, target)
+    chunks = tiles.prefill_chunking(num_q_heads, num_kv_heads, num_splits, target)
     if num_splits != 1 or suffix_lens is not None:  # even if no sequence has a second chunk
-        tile = split_prefill_tile(head_dim_padded, q.dtype, target, k_cache.itemsize)
-    max_tokens = k_cache.shape[1] * (block_tables.shape[1] if paged else 1)
+        tile = tiles.split_prefill_tile(head_dim_padded, q.dtype, target, k_cache.itemsize)
+    max_tokens = k_cache.shape[1] * (1 if block_tables is None else block_tables.shape[1])
     max_tokens = max_tokens if max_seqlen_k is None else min(max_tokens, max_seqlen_k)
     if left is not None and right is not None:
         max_tokens = min(max_tokens, max_seqlen_q + left + right)
     num_chunks = chunks.most(max_tokens, tile.tile_n)
     num_tiles, tiles_per_seq = count_tiles(total_q, batch, max_seqlen_q, group_size, tile.tile_m)
     is_uniform = num_tiles == batch * tiles_per_seq
-    grid = num_tiles, num_kv_heads, num_chunks if suffix_lens is None else num_splits
+    grid = num_tiles, num_kv_heads, num_chunks if suffix_lens is None else chunks.max_chunks
     merges = num_chunks > 1 and suffix_lens is None
     is_split = merges or suffix_lens is not None
     result, seq_states = (out, lse), 0
+    num_states = 0 if suffix_lens is None or lse is None else lse.shape[2]
     if merges:
-        most = chunks.max_chunks * cdiv(chunks.queries * group_size, tile.tile_m)
+        most = chunks.max_chunks * tiles.cdiv(chunks.queries * group_size, tile.tile_m)
         tiles_per_seq = min(tiles_per_seq * num_chunks, most)
         is_uniform = batch * tiles_per_seq <= num_tiles * num_chunks
         if is_uniform:
             grid = batch * tiles_per_seq, num_kv_heads, 1
         seq_states = min(max_seqlen_q * num_chunks, chunks.queries * chunks.max_chunks)
         states = SplitStates.empty(q[:1], min(total_q * num_chunks, batch * seq_states))
-        out, lse = states.acc, states.sums
+        out, lse, num_states = states.acc, states.sums, num_chunks
     scale = head_dim**-0.5 if scale is None else scale
     # Triton copies rows ahead only if they are aligned. If it does so for one of K and V, products
     # of wgmma and tcgen05 read those rows without a fence (fence.proxy.async) after their copies.
@@ -439,7 +415,7 @@ def launch_prefill(
         scale, softcap,
         0 if left is None else min(left, _NO_LIMIT), 0 if right is None else min(right, _NO_LIMIT),
         batch, tiles_per_seq, chunks.min_tiles, chunks.max_chunks, chunks.queries,
-        num_chunks if merges else lse.shape[2] if is_split else 0, seq_states,
+        num_states, seq_states,
         *result[0].stride()[:2], *q.stride()[:2], *byte_strides(k_cache), *byte_strides(v_cache),
         0 if block_tables is None else block_tables.stride(0),
         alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
@@ -452,7 +428,7 @@ def launch_prefill(
         NEGATIVE_SCALE=scale < 0,
         HAS_SOFTCAP=softcap > 0, HAS_ALIBI=alibi_slopes is not None,
         IS_SPLIT=is_split, SCORES_AHEAD=tile.scores_ahead, PRECISION=tile.precision,
-        num_warps=tile.num_warps, num_stages=num_stages, **pdl_options(q.device),
+        num_warps=tile.num_warps, num_stages=num_stages, **tiles.pdl_options(q.device),
     )  # fmt: skip
     if merges:
         states.merge_into(
@@ -516,19 +492,18 @@ def paged_prefill_attention(
             narrow for a context length, or an invalid block id.
     """
     sizes = _TENSORS(
-        k_cache, v_cache, tensor_or_none(k_scale), tensor_or_none(v_scale), q, out,
-        context_lens, cu_seqlens_q, block_tables,
+        k_cache, v_cache, k_scale, v_scale, q, out, context_lens, cu_seqlens_q, block_tables,
         alibi_slopes, sinks,
     )  # fmt: skip
-    check_scales(k_scale, v_scale, k_cache)
-    scale, window_size, softcap, num_splits = check_score_options(
+    checks.check_scales(k_scale, v_scale, k_cache)
+    scale, window_size, softcap, num_splits = checks.check_score_options(
         scale, window_size, softcap, num_splits
     )
-    max_seqlen_q = check_cu_seqlens(
+    max_seqlen_q = checks.check_cu_seqlens(
         "cu_seqlens_q", cu_seqlens_q, total=sizes.total_q, max_seqlen=max_seqlen_q
     )
     query_lens = cu_seqlens_q.diff() if q.is_cpu else 1
-    check_block_tables(
+    checks.check_block_tables(
         block_tables, context_lens, k_cache, query_lens=query_lens, window_size=window_size
     )
     out, lse = results_of(q, out, return_lse)
@@ -539,4 +514,4 @@ def paged_prefill_attention(
         softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale,
         num_splits=num_splits,
     )  # fmt: skip
-    return (out, lse) if return_lse else out
+    return out if lse is None else (out, lse)

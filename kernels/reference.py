@@ -9,7 +9,7 @@ the host and synchronise freely.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -79,7 +79,10 @@ def add_rms_norm(
     return F.rms_norm(x.to(wide), weight.shape, offset + weight.to(wide), eps).to(x.dtype)
 
 
-_ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
+_ACTIVATIONS: dict[str, Callable] = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
 
 
 def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
@@ -152,7 +155,7 @@ def attention(
     alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
     ahead: int | None = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Attention of one sequence. A query sees `ahead` keys after its position; None for all.
+    """Attention of one sequence. A query sees `ahead` keys after its position, all if None.
 
     q: (num_queries, num_q_heads, head_dim); k, v: (num_keys, num_kv_heads, head_dim); q_positions
     and k_positions: their positions in the sequence. alibi_slopes: (num_q_heads,). Returns the
@@ -190,8 +193,7 @@ def attention(
 
 def slopes_of(alibi_slopes: torch.Tensor | None, seq: int) -> torch.Tensor | None:
     """Slopes of one sequence, (num_q_heads,), from (num_q_heads,) or (batch, num_q_heads)."""
-    per_seq = alibi_slopes is not None and alibi_slopes.dim() == 2
-    return alibi_slopes[seq] if per_seq else alibi_slopes
+    return alibi_slopes if alibi_slopes is None or alibi_slopes.dim() == 1 else alibi_slopes[seq]
 
 
 def paged_decode_attention(
@@ -404,7 +406,7 @@ def mask_top_k_top_p(
 ) -> torch.Tensor:
     """Set logits, (num_rows, vocab_size), that top-k and then top-p exclude to -inf; a new tensor.
 
-    The parameters of rows are those of `kernels.sample_tokens`. Exactly min(k, vocab_size) tokens
+    top_ks and top_ps are per row, see `kernels.sample_tokens`. Exactly min(k, vocab_size) tokens
     remain after top-k; among equal logits, the lower ones.
     """
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
@@ -433,16 +435,15 @@ def sample_tokens(
 ) -> torch.Tensor:
     """Reference of `kernels.sample_tokens`: the same tokens in any dtype."""
     scores = logits
-    if temperatures is not None:
+    if temperatures is not None and noise_seeds is not None:
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
         temperatures = temperatures.float()[:, None]
-    if min_ps is not None:
-        log_min_ps = natural_log(*split_float(min_ps.float().clamp(min=MIN_NORMAL.value)))[:, None]
-        least = scores.amax(dim=-1, keepdim=True) + temperatures * log_min_ps
-        scores = scores.masked_fill(scores < least, -torch.inf)
-    if top_ks is not None or top_ps is not None:
-        scores = mask_top_k_top_p(scores, temperatures[:, 0], top_ks, top_ps)
-    if temperatures is not None:
+        if min_ps is not None:
+            log_min_ps = natural_log(*split_float(min_ps.float().clamp(min=MIN_NORMAL.value)))
+            least = scores.amax(dim=-1, keepdim=True) + temperatures * log_min_ps[:, None]
+            scores = scores.masked_fill(scores < least, -torch.inf)
+        if top_ks is not None or top_ps is not None:
+            scores = mask_top_k_top_p(scores, temperatures[:, 0], top_ks, top_ps)
         scores = scores + temperatures * gumbel_noise(noise_seeds, logits.shape[1])
     largest, tokens = scores.max(dim=-1)  # max returns a NaN if there is one
     return tokens.masked_fill_(~largest.isfinite(), -1)

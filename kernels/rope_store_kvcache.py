@@ -11,32 +11,21 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels import checks
 from kernels.apply_rotary_embedding import rotate_rows
-from kernels.checks import (
-    FLOAT_DTYPES,
-    ROTARY_ARGS,
-    ROTARY_RULE,
-    Arg,
-    check_number,
-    check_scales,
-    check_slots,
-    check_values,
-    same_dtype,
-    store_spec,
-    tensor_or_none,
-)
+from kernels.checks import FLOAT_DTYPES, Arg, same_dtype
 from kernels.fp8_cache import Scale, cache_argument, load_scale, scale_arguments, to_cache
 from kernels.launch import launch
 from kernels.primitives import await_launches_before
 from kernels.tiles import cdiv, next_power_of_2, padded_dim, pdl_options, rotary_tile
 from kernels.torch_ops import functional_op
 
-_TENSORS = store_spec(
+_TENSORS = checks.store_spec(
     Arg("query", "num_tokens num_q_heads head_dim", same_dtype("key"), optional=True, written=True),
-    *ROTARY_ARGS,
+    *checks.ROTARY_ARGS,
     Arg("q_norm_weight", "head_dim", FLOAT_DTYPES, optional=True),
     Arg("k_norm_weight", "head_dim", FLOAT_DTYPES, optional=True),
-    rules=(ROTARY_RULE,),
+    rules=(checks.ROTARY_RULE,),
 )
 
 
@@ -148,7 +137,7 @@ def rope_store_kvcache(
         k_scale, v_scale: of an fp8 cache, see `store_kvcache`. Rotated keys are rounded to their
             own dtype first, so the result equals rotating and storing in separate calls.
         q_norm_weight, k_norm_weight: (head_dim,), any float dtype: weights of an RMSNorm over each
-            head of query and key before the rotation (QK-norm: Qwen3, Gemma 3); None for no norm.
+            head of query and key before the rotation (QK-norm: Qwen3, Gemma 3). None: no norm.
             Normalised values are rounded before they are rotated.
         norm_eps, norm_offset: eps and offset of both norms, see `add_rms_norm`.
 
@@ -160,16 +149,14 @@ def rope_store_kvcache(
             then.
     """
     sizes = _TENSORS(
-        k_cache, v_cache, tensor_or_none(k_scale), tensor_or_none(v_scale),
-        key, value, slot_mapping,
-        query, positions, cos, sin,
+        k_cache, v_cache, k_scale, v_scale, key, value, slot_mapping, query, positions, cos, sin,
         q_norm_weight, k_norm_weight,
     )  # fmt: skip
-    check_scales(k_scale, v_scale, k_cache)
-    check_slots(slot_mapping, k_cache)
-    check_values("positions", positions, 0, sizes.num_positions - 1, "rows of cos")
-    norm_eps = check_number("norm_eps", norm_eps, 0)
-    norm_offset = check_number("norm_offset", norm_offset)
+    checks.check_scales(k_scale, v_scale, k_cache)
+    checks.check_slots(slot_mapping, k_cache)
+    checks.check_values("positions", positions, 0, sizes.num_positions - 1, "rows of cos")
+    norm_eps = checks.check_number("norm_eps", norm_eps, 0)
+    norm_offset = checks.check_number("norm_offset", norm_offset)
 
     num_q_heads = 0 if query is None else sizes.num_q_heads
     num_query_rows = sizes.num_tokens * num_q_heads

@@ -13,7 +13,7 @@ and G = -log(E). E has a relative error of at most 5e-7 even at its smallest, so
 is as fine as 32 bits allow. G lies in [-3.14, 22.88].
 
 Top-k and top-p keep the first tokens in the order of their logits, so nothing is sorted: a token
-drawn from all is kept if few enough tokens, with little enough probability, come before it.
+drawn from all is kept if its rank is below top_k and the probability above it is below top_p.
 Otherwise neither it nor any later token is among those kept, and the best score of the tokens
 before it is the next candidate. This is the token that masked logits would give. (FlashInfer's
 rejection sampling draws new noise instead.) With both, the probability of the top k is needed too:
@@ -381,11 +381,7 @@ def _merge_samples_kernel(
     tl.store(out_ptr + row, tl.where(sound, token, -1).to(tl.int64))
 
 
-def _fake(logits, temperatures=None, noise_seeds=None, *, min_ps=None, top_ks=None, top_ps=None):
-    return logits.new_empty(logits.shape[0], dtype=torch.int64)
-
-
-@functional_op(fake=_fake)
+@functional_op(fake=lambda logits, *_, **__: logits.new_empty(len(logits), dtype=torch.int64))
 def sample_tokens(
     logits: torch.Tensor,
     temperatures: torch.Tensor | None = None,
@@ -395,7 +391,7 @@ def sample_tokens(
     top_ks: torch.Tensor | None = None,
     top_ps: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sample a token from each row of logits, or take the likeliest.
+    """Sample a token from each row of logits, or take the likeliest token.
 
     The token of a row depends on its logits and parameters alone. Of equal scores the lowest token
     wins. Tokens with a logit of -inf are never sampled. Min-p excludes tokens first, then top-k,
@@ -410,8 +406,8 @@ def sample_tokens(
         min_ps: (num_rows,) fp32, from 0 to 1, only with temperatures. Tokens whose probability at
             the temperature is below this share of the largest are excluded (Nguyen et al., 2024).
             It takes another, faster pass over the logits. None: 0 for all rows.
-        top_ks: (num_rows,) int64, from 1, only with temperatures. So many tokens with the largest
-            logits remain (Fan et al., 2018); of equal logits, the lower tokens. None: all.
+        top_ks: (num_rows,) int64, from 1, only with temperatures. The top_ks largest
+            logits are kept (Fan et al., 2018). Ties go to the lower token id. None: all.
         top_ps: (num_rows,) fp32, from 0 to 1, only with temperatures. A token remains if those with
             larger logits, or equal ones and lower numbers, have together less than this probability
             (Holtzman et al., 2020). The first always remains; at 1 all do. None: 1 for all rows.

@@ -15,18 +15,12 @@ counts the result is batch-invariant.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from kernels.checks import (
-    INT32,
-    Arg,
-    attention_spec,
-    check_block_tables,
-    check_num_splits,
-    check_scales,
-    check_score_options,
-    tensor_or_none,
-)
+from kernels import checks
+from kernels.checks import INT32, Arg, attention_spec
 from kernels.fp8_cache import Scale
 from kernels.paged_decode_attention import decode_chunking, launch_decode
 from kernels.paged_prefill_attention import count_tiles, launch_prefill
@@ -61,15 +55,16 @@ def _check_prefixes(
         )
     group_sizes = group_offsets.diff()
     used = group_sizes > 0
+    windows = None
     if window_size is not None:  # the part of a prefix that the shortest suffix leaves in view
         members = suffix_lens.split(group_sizes.tolist())
-        window_size = torch.tensor([window_size - int(min(lens, default=0)) for lens in members])
-        used &= window_size > 0
-    check_block_tables(
+        windows = torch.tensor([window_size - int(min(lens, default=0)) for lens in members])
+        used &= windows > 0
+    checks.check_block_tables(
         prefix_block_tables,
         prefix_lens.where(used, 0),
         k_cache,
-        window_size=window_size,
+        window_size=windows,
         names=("prefix_block_tables", "prefix_lens"),
     )
 
@@ -128,18 +123,18 @@ def shared_prefix_decode_attention(
             length, or an invalid block id.
     """
     sizes = _TENSORS(
-        k_cache, v_cache, tensor_or_none(k_scale), tensor_or_none(v_scale), q, out,
+        k_cache, v_cache, k_scale, v_scale, q, out,
         prefix_lens, group_offsets, prefix_block_tables, suffix_block_tables, suffix_lens,
         alibi_slopes, sinks,
     )  # fmt: skip
     batch, num_q_heads, num_kv_heads = sizes.batch, sizes.num_q_heads, sizes.num_kv_heads
-    check_scales(k_scale, v_scale, k_cache)
-    scale, window_size, softcap, num_splits = check_score_options(
+    checks.check_scales(k_scale, v_scale, k_cache)
+    scale, window_size, softcap, num_splits = checks.check_score_options(
         scale, window_size, softcap, num_splits
     )
-    num_prefix_splits = check_num_splits("num_prefix_splits", num_prefix_splits)
+    num_prefix_splits = checks.check_num_splits("num_prefix_splits", num_prefix_splits)
     names = ("suffix_block_tables", "suffix_lens")
-    check_block_tables(
+    checks.check_block_tables(
         suffix_block_tables, suffix_lens, k_cache, window_size=window_size, names=names
     )
     if q.is_cpu:
@@ -147,7 +142,7 @@ def shared_prefix_decode_attention(
         _check_prefixes(*prefixes, suffix_lens, k_cache, window_size)
     out, lse = results_of(q, out, return_lse)
     if batch == 0:
-        return (out, lse) if return_lse else out
+        return out if lse is None else (out, lse)
 
     if num_prefix_splits is None:
         target = target_of(q.device)
@@ -160,7 +155,7 @@ def shared_prefix_decode_attention(
         )
     *_, most = decode_chunking(q, k_cache, suffix_block_tables, window_size, num_splits)
     states = SplitStates.empty(q, num_prefix_splits + most)
-    options = {"scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes}
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes}
     options |= {"k_scale": k_scale, "v_scale": v_scale}
     attended = (q, k_cache, v_cache)
     launch_prefill(
@@ -173,4 +168,4 @@ def shared_prefix_decode_attention(
         window_size=window_size, sinks=sinks, num_splits=num_splits,
         states=states, first_state=num_prefix_splits, **options,
     )  # fmt: skip
-    return (out, lse) if return_lse else out
+    return out if lse is None else (out, lse)

@@ -40,11 +40,7 @@ def _slot_mapping_kernel(
     tl.store(slots_ptr + tokens, tl.where(block_ids >= 0, slots, -1), mask=token_mask)
 
 
-def _fake(positions, block_tables, seq_ids, block_size):
-    return positions.new_empty(positions.shape, dtype=torch.int64)
-
-
-@functional_op(fake=_fake)
+@functional_op(fake=lambda positions, *_: positions.new_empty(positions.shape, dtype=torch.int64))
 def slot_mapping_from_positions(
     positions: torch.Tensor, block_tables: torch.Tensor, seq_ids: torch.Tensor, block_size: int
 ) -> torch.Tensor:

@@ -88,7 +88,7 @@ def _merge_splits_kernel(
 
     With cu_seqlens_ptr, the states are prefill's, see `states_of_sequence`, and tokens from
     cu_seqlens[batch] on are padding and have none. Otherwise each row has num_splits states.
-    With context_lens_ptr, the states from first_chunk on are those of the chunks of the last
+    With context_lens_ptr, the states from first_chunk on belong to the chunks of the last
     window_size keys, and later ones were not written.
     """
     await_launches_before(PDL)
@@ -167,8 +167,7 @@ class SplitStates:
         """Allocate the states of q, (num_tokens, num_q_heads, head_dim)."""
         num_tokens, num_q_heads, head_dim = q.shape
         states = (num_tokens, num_q_heads, num_splits)
-        options = {"dtype": torch.float32, "device": q.device}
-        return cls(torch.empty(*states, head_dim, **options), torch.empty(*states, 2, **options))
+        return cls(*(q.new_empty(*states, n, dtype=torch.float32) for n in (head_dim, 2)))
 
     def merge_into(
         self, out: torch.Tensor, lse: torch.Tensor | None,
@@ -182,10 +181,10 @@ class SplitStates:
         LSE, natural log, to lse, (num_tokens, num_q_heads) fp32.
 
         sinks: (num_q_heads,) logits that join the denominator. chunks: how keys are divided.
-        cu_seqlens: (batch + 1,) int32 if the states are prefill's, with num_splits and seq_states
-        as in `states_of_sequence`; tokens from its last entry on have no states, and their output
-        is not written. context_lens: (num_tokens,) int32 if the states from first_chunk on are
-        decode's: those of the last window_size keys of each, divided in tiles of tile_n.
+        cu_seqlens: (batch + 1,) int32 if the states have prefill's packed layout, with num_splits
+        and seq_states as in `states_of_sequence`; tokens from its last entry on have no states, and
+        their output is not written. context_lens: (num_tokens,) int32 if decode wrote the states
+        from first_chunk on, of the last window_size keys of each token, in tiles of tile_n.
         """
         num_tokens, num_q_heads, head_dim = out.shape
         head_dim_padded = padded_dim(head_dim)

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.checks import check_scales, check_slots, store_spec, tensor_or_none
+from kernels.checks import check_scales, check_slots, store_spec
 from kernels.fp8_cache import Scale, cache_argument, load_scale, scale_arguments, to_cache
 from kernels.launch import launch
 from kernels.tiles import cdiv, padded_dim, store_tile
@@ -93,8 +93,7 @@ def store_kvcache(
         ValueError: a shape, dtype, device or stride that does not fit; if slot_mapping lies in host
             memory also a slot past the end of the cache. Nothing is written then.
     """
-    scales = tensor_or_none(k_scale), tensor_or_none(v_scale)
-    sizes = _TENSORS(k_cache, v_cache, *scales, key, value, slot_mapping)
+    sizes = _TENSORS(k_cache, v_cache, k_scale, v_scale, key, value, slot_mapping)
     check_scales(k_scale, v_scale, k_cache)
     check_slots(slot_mapping, k_cache)
 

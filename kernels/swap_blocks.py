@@ -92,9 +92,9 @@ def _gpu_of(src_cache: torch.Tensor, dst_cache: torch.Tensor) -> torch.device:
     return dst_cache.device
 
 
-def _plane_strides(cache: torch.Tensor) -> tuple[int, int, int]:
+def _plane_strides(cache: torch.Tensor) -> tuple[int, ...]:
     """Strides of K/V, layer and block; a cache of one plane has 0 for the first two."""
-    return cache.stride()[:3] if cache.dim() == 6 else (0, 0, cache.stride(0))
+    return *(cache.stride()[:2] if cache.dim() == 6 else (0, 0)), cache.stride(-4)
 
 
 def adjacent_parts(
@@ -139,13 +139,13 @@ def swap_blocks(src_cache: torch.Tensor, dst_cache: torch.Tensor, src_to_dst: to
             the two, but a contiguous last dimension. fp16, bf16, fp32, fp8 or 8-bit integers. At
             least one lies on the GPU; one in host memory must be pinned.
         src_to_dst: (num_pairs, 2) int64: block of src_cache, block of dst_cache. A pair with a
-            negative number is skipped. A source may occur often, a destination once. In host memory
-            the copy engine moves the blocks, if those of a part, adjacent in both caches, have 256
-            KiB or more on average and no strides inside. Otherwise, and for pairs on the GPU, one
-            kernel does.
+            negative number is skipped. A source may occur often, a destination once. Adjacent
+            blocks form a part. For pairs in host memory the copy engine moves the blocks if parts
+            have 256 KiB or more on average and no strides inside. Otherwise, and for pairs on the
+            GPU, one kernel does.
 
-    Mutates dst_cache. Returns None. The copy runs asynchronously on the current stream, so what is
-    launched there later waits for it. Synchronise with the stream before the host reads a dst_cache
+    Mutates dst_cache. Returns None. The copy runs asynchronously on the current stream, so later
+    launches there wait for it. Synchronise with the stream before the host reads a dst_cache
     in host memory, or overwrites or frees a cache there. (PyTorch's pinned allocator waits for the
     copy engine only before it reuses memory.)
 

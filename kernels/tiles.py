@@ -31,7 +31,7 @@ class Target:
     tiles; see `force_target`."""
 
     def forced_tile(self, function: str) -> AttentionTile | None:
-        """The tile that overrides the choice of `function`, if any."""
+        """The tile that overrides the choice of `function`, or None."""
         return dict(self.tiles).get(function)
 
 
@@ -92,7 +92,7 @@ def pdl_options(device: torch.device) -> dict[str, bool]:
     previous launch ends, instead of after it.
     """
     target = target_of(device)
-    has_pdl = target.backend == "cuda" and target.arch >= 90
+    has_pdl = isinstance(target.arch, int) and target.arch >= 90
     return {"PDL": True, "launch_pdl": True} if has_pdl else {"PDL": False}
 
 
@@ -114,7 +114,7 @@ def padded_dim(head_dim: int) -> int:
 
 @dataclass(frozen=True)
 class RowTile:
-    """Tile of a memory-bound kernel that moves rows of head_dim elements."""
+    """Tile of a memory-bound kernel: whole rows."""
 
     rows: int
     num_warps: int
@@ -122,7 +122,8 @@ class RowTile:
 
 @functools.cache
 def store_tile(head_dim_padded: int) -> RowTile:
-    """About 4096 elements per program: four 16-byte loads (fp16) of K and of V per thread."""
+    """Rows per program of store_kvcache and merge_attention_states: 4096 elements, four 16-byte
+    loads (fp16) of both operands per thread."""
     return RowTile(rows=max(1, 4096 // head_dim_padded), num_warps=4)
 
 
@@ -158,7 +159,7 @@ class AttentionTile:
     """`input_precision` of `tl.dot`, which matters for fp32 operands only."""
     scores_ahead: bool = False
     """Prefill only: multiply queries and the next tile's keys before weights and this tile's
-    values, so that the latter product runs during the next softmax."""
+    values, whose product then runs during the next softmax."""
 
 
 @functools.cache
@@ -169,7 +170,7 @@ def decode_tile(
     target: Target,
     kv_itemsize: int | None = None,
 ) -> AttentionTile:
-    """Tile of the decode kernel. kv_itemsize: bytes per element of the cache; None for dtype's.
+    """Tile of the decode kernel. kv_itemsize: bytes per element of the cache, by default dtype's.
 
     Decode is bound by memory, so a tile is sized by the bytes of K and V that it loads. Loads have
     two levels (block ids, then rows), so Triton's pipeliner keeps (num_stages - 1) / 2 tiles in
@@ -228,7 +229,7 @@ class Chunking:
     min_tiles: int
     max_chunks: int
     queries: int = 2**30
-    """Prefill only: a sequence with up to n times as many queries has an n-th of `max_chunks`."""
+    """Prefill only: `max_chunks` is divided by ceil(num_queries / queries)."""
 
     def most(self, max_tokens: int, tile_n: int) -> int:
         """Chunks of up to max_tokens keys; at least 1."""
@@ -268,8 +269,8 @@ def prefill_chunking(
 
 @functools.cache
 def few_queries(num_q_heads: int, num_kv_heads: int) -> int:
-    """Most queries per sequence for which prefill divides keys: those whose tiles of rows give at
-    most half the programs that a GPU runs at once."""
+    """Maximum number of queries per sequence for which prefill uses split-KV: their tiles of rows
+    give at most half the programs that a GPU runs at once."""
     tiles = PROGRAMS_OF_FEW_QUERIES // (2 * num_kv_heads)
     return tiles * prefill_chunking(num_q_heads, num_kv_heads, None, INTERPRETER).queries
 
@@ -279,7 +280,7 @@ def prefill_tile(
     head_dim_padded: int, dtype: torch.dtype, target: Target, kv_itemsize: int | None = None
 ) -> AttentionTile:
     """Tile of the prefill kernel, independent of the batch, so that results are batch-invariant.
-    kv_itemsize: bytes per element of the cache; None for dtype's.
+    kv_itemsize: bytes per element of the cache, by default dtype's.
 
     Prefill is bound by the tensor cores, so a half-precision tile is as large as registers allow
     without spilling with any combination of features. An accumulator of 128 rows leaves room for 64
@@ -325,14 +326,14 @@ def prefix_num_splits(num_programs: int, max_tokens: int, tile_n: int, target: T
     num_programs: programs per split; one fits a multiprocessor. Each split writes a state per
     member of the group, so dividing the prefix into fixed chunks would cost more than it gains.
     """
-    most = max(1, min(MAX_SPLITS, max_tokens // (2 * tile_n)))
+    limit = max(1, min(MAX_SPLITS, max_tokens // (2 * tile_n)))
 
     def efficiency(num_splits: int) -> float:
         waves = num_programs * num_splits / target.num_multiprocessors
         return waves / math.ceil(waves)
 
-    best = max(map(efficiency, range(1, most + 1)))
-    return next(n for n in range(1, most + 1) if efficiency(n) >= 0.85 * best)
+    best = max(map(efficiency, range(1, limit + 1)))
+    return next(n for n in range(1, limit + 1) if efficiency(n) >= 0.85 * best)
 
 
 @functools.cache
@@ -359,12 +360,6 @@ def merge_tile(head_dim_padded: int) -> RowTile:
     return RowTile(rows=max(4, 2048 // head_dim_padded), num_warps=1)
 
 
-@functools.cache
-def merge_states_tile(head_dim_padded: int) -> RowTile:
-    """Rows per program of merge_attention_states."""
-    return RowTile(rows=max(1, 4096 // head_dim_padded), num_warps=4)
-
-
 @dataclass(frozen=True)
 class FlatTile:
     """Tile of a kernel that processes elements one by one."""
@@ -383,15 +378,13 @@ def activation_tile(size: int) -> FlatTile:
 @functools.cache
 def copy_tile(num_elements: int, itemsize: int) -> FlatTile:
     """Elements of a block per program of copy_blocks: four 16-byte loads per thread."""
-    elements = min(8192 // itemsize, next_power_of_2(num_elements))
-    return FlatTile(elements, num_warps=4)
+    return FlatTile(min(8192 // itemsize, next_power_of_2(num_elements)), num_warps=4)
 
 
 @functools.cache
 def swap_tile(num_elements: int, itemsize: int) -> FlatTile:
     """Elements of a block that a program of swap_blocks copies at a time."""
-    elements = min(16384 // itemsize, next_power_of_2(num_elements))
-    return FlatTile(elements, num_warps=8)
+    return FlatTile(min(16384 // itemsize, next_power_of_2(num_elements)), num_warps=8)
 
 
 def swap_num_programs(num_tiles: int, target: Target) -> int:

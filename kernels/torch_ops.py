@@ -68,7 +68,7 @@ def _operator(
 
     def prototype(): ...
 
-    prototype.__signature__ = signature.replace(parameters=parameters)
+    prototype.__dict__["__signature__"] = signature.replace(parameters=parameters)
     schema = torch.library.infer_schema(prototype, mutates_args=mutates_args)
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, function, "CompositeExplicitAutograd")
@@ -96,6 +96,11 @@ def _traced_or_eager(launch: Callable, traced: Callable) -> Callable:
         return launch(*args, **kwargs)
 
     return op
+
+
+def like_first(first: torch.Tensor, *_args: object, **_options: object) -> torch.Tensor:
+    """Fake of an op whose result has the shape and dtype of its first argument."""
+    return first.new_empty(first.shape)
 
 
 def functional_op(

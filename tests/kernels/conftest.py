@@ -22,7 +22,7 @@ from filelock import FileLock
 sys.path.insert(0, str(Path(__file__).parent))
 from printed import printed_by
 
-# A thread may spill so much outside loops, once: which kernels do depends on the version of Triton.
+# Bytes that a thread may spill outside loops. Which kernels do depends on the version of Triton.
 MAX_LOCAL_BYTES = 32
 # Seconds. Less than pytest's limit, so that a process that hangs is shown with its output.
 SUBPROCESS_LIMIT = 1200
@@ -92,7 +92,7 @@ def huge_tensor(device, tmp_path_factory):
             memory = mmap.mmap(-1, num_bytes, flags=flags)
             return torch.frombuffer(memory, dtype=dtype).view(shape)
         taken = sum(storage.nbytes() for storage in storages)
-        needed = taken + num_bytes + 2**30  # for the other processes
+        needed = taken + num_bytes + 2**30  # that tests beside it use
         free = taken + torch.cuda.mem_get_info(device)[0]
         if needed > free:
             sizes = f"{needed / 2**30:.1f} GiB of GPU memory or more, {free / 2**30:.1f} GiB"
@@ -152,7 +152,7 @@ def run_without_interpreter():
 
 @pytest.fixture(scope="session")
 def compiling_process():
-    """Run code where kernels are compiled, in one process for all tests; returns what it prints."""
+    """Run code where kernels are compiled, in one process for all tests. Returns its output."""
     bind_to_compiler = "import os; os.environ.pop('TRITON_INTERPRET', None)"
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, spawn, initializer=exec, initargs=(bind_to_compiler,)) as process:

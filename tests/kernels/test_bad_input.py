@@ -1,5 +1,5 @@
-"""Bad input of every op: the message names the argument, what came and what is needed, and nothing
-has been written.
+"""Bad input of every op: the message names the argument, its value and the expected one, and
+nothing has been written.
 
 Types, shapes, dtypes, devices and strides of all tensors are tested by rule, values by `RANGES`.
 Other tables have (message, arguments that differ from the op's good call); "..." in a message

@@ -1,4 +1,4 @@
-"""The case of every op: what it costs, and that its results are judged."""
+"""The case of every op: its cost, and that its results are judged."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Contract of every op: cases of kernels/testing/cases.py of any shape, strides and values.
 
-Results are judged by the rule of kernels/testing/accuracy.py, those of moves bit by bit. Behaviour
+Results are judged by the rule of kernels/testing/accuracy.py, moves bit by bit. Behaviour
 of one op, and of attention alone, is tested in files of their own.
 """
 
@@ -39,7 +39,7 @@ SIZES = {
     "dtype": st.sampled_from(DTYPES),
     "seed": st.integers(0, 2**16),
 }
-"""Sizes that every op has; `MORE_SIZES` has those of single ops."""
+"""Sizes that every op has; `MORE_SIZES` has the sizes of single ops."""
 STORE_SIZES = {
     "kv_dtype": st.sampled_from([None, FP8_DTYPE]),
     "scales": st.sampled_from(SCALES),

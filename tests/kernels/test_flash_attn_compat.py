@@ -261,7 +261,7 @@ def test_ways_to_give_cache_seqlens(table, seqlens, length, device):
     tokens = values if table is None else values[table.long()].flatten(1, 2)
     seen = tokens[:, :length].double().repeat_interleave(2, dim=2)
     error = (out.cpu() - seen.mean(1)[:, None]).abs()
-    # `length` roundings of sums, and those of the weights, their sum and the quotient.
+    # `length` roundings of sums, and one each of weights, their sum and the quotient.
     assert (error <= (length + 4) * 2.0**-24 * seen.abs().mean(1)[:, None]).all()
 
 

@@ -30,7 +30,7 @@ def test_equal_scales_are_bitwise_alike_in_every_form(num_splits, device):
 
 
 def test_more_splits_than_the_merge_reads_at_a_time(device):
-    """The last of them weighs most, so what was merged before has to be scaled down."""
+    """The last of them weighs most, so that earlier ones have to be scaled down."""
     call = DECODE.call(device, (1100,), num_q_heads=1, num_kv_heads=1, head_dim=256)
     last = call["block_tables"][0, 1099 // 16], 1099 % 16
     call["k_cache"][last] = call["q"][0] / 2
