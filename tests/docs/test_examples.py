@@ -1,7 +1,10 @@
-"""The policies of the example, by the names that a command line gives them."""
+"""The scripts of docs/examples, and its policies by the names that a command line gives them."""
 
 from __future__ import annotations
 
+import re
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,22 @@ import pytest
 import cache
 from cache.policies import make_policy
 
-MY_POLICY = Path(__file__).parents[2] / "docs" / "examples" / "my_policy.py"
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+MY_POLICY = EXAMPLES / "my_policy.py"
+
+
+@pytest.mark.parametrize(
+    ("script", "printed"),
+    [
+        ("hit_rates", r"\| lru \| 0.196 \|\n(.*\n)*\| belady \| 0.366 \|"),
+        ("serve", r"first: \d+ ms, hit rate 0.00, tokens (.*)\nsecond: .* 1.00, tokens \1\n"),
+        ("decode_kernel", r"largest difference: \d\.\de-0[67]"),
+    ],
+)
+def test_a_script_runs(script, printed, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [f"{script}.py"])
+    runpy.run_path(str(EXAMPLES / f"{script}.py"), run_name="__main__")
+    assert re.search(printed, capsys.readouterr().out)
 
 
 def test_clock_gives_a_second_chance():
