@@ -43,7 +43,7 @@ def test_the_designs_differ_in_what_they_offer():
     }
 
 
-REFUSED = {
+NOT_OFFERED = {
     "fork": ("can_fork", lambda m, seq: m.fork(seq, seq.fork(1))),
     "swap_out": ("can_swap", lambda m, seq: m.swap_out(seq)),
     "swap_in": ("can_swap", lambda m, seq: m.swap_in(seq)),
@@ -53,20 +53,55 @@ REFUSED = {
     "reset_prefix_cache": ("can_reset", lambda m, seq: m.reset_prefix_cache()),
     "chunks": ("can_chunk", lambda m, seq: m.allocate_slots(Sequence(1, [1, 2]), 1)),
 }
+CHILDREN = [
+    ([*range(7), 9], {}), (range(7), {}), (range(8), {"lora_name": "x"}),
+    (range(8), {"cache_salt": "x"}), (range(8), {"mm_inputs": [("x", 0, 1)]}),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "feature"),
-    [(n, f) for n in NAMES for f, (can, _) in REFUSED.items() if not getattr(MANAGERS[n], can)],
-)
-def test_unsupported_calls_name_design_and_feature(name, feature):
-    _, call = REFUSED[feature]
+def refusals(manager, seq, full, new):
+    """Messages and calls that must raise them: ``seq`` has slots for 8 of 14 tokens."""
+    for feature, (offered, call) in NOT_OFFERED.items():
+        if not getattr(manager, offered):
+            yield f"'{manager.name}' does not offer {feature}", call, manager, seq
+    yield "sequence 0 holds blocks already; free it first", manager.allocate, seq
+    for call in (manager.append, manager.can_append, manager.free, manager.block_table):
+        yield "sequence 1 holds no blocks", call, new
+    yield "end=4: 4 of the 4 tokens .* have a slot; .*append", manager.append, full
+    for end in (8, 15, -1):
+        yield f"end={end}: 8 of the 14 tokens .* int from 9 to 14", manager.append, seq, end
+    for end in (9.5, True, "9"):
+        yield f"end='?{end}'?: needs an int", manager.append, seq, end
+    for target, start in ((seq, 8), (new, 0)):
+        for count in (-1, -100, 0, 7):
+            says = f"end={start + count}: .* int from {start + 1} to {start + 6}"
+            yield says, manager.allocate_slots, target, count
+        for count in (1.5, 1.0, "1", True, None):
+            yield f"num_new_tokens='?{count}'?: needs an int", manager.allocate_slots, target, count
+    for limit in (-1, 1.5) if manager.prefix_caching else ():
+        yield f"limit={limit}: needs an int of at least 0", manager.find, new, limit
+    if manager.can_fork:
+        yield "sequence 1 holds no blocks", manager.fork, new, Sequence(2, range(6))
+        yield "sequence 0 holds blocks already", manager.fork, seq, seq
+        for tokens, keys in CHILDREN:
+            says = "child: the first 8 .* must equal the parent's, .* 0"
+            yield says, manager.fork, seq, Sequence(2, tokens, **keys)
+
+
+@every_manager
+def test_a_refused_call_says_why_and_changes_nothing(name):
     manager = manager_of(name)
-    seq = started(manager, 0, range(5))
+    seq, full = started(manager, 0, range(8)), started(manager, "full", range(50, 54))
+    for token in range(6):
+        seq.append_token(token)
     before = state_of(manager)
-    with pytest.raises(UnsupportedByDesign, match=f"'{name}' does not offer {feature}"):
-        call(manager, seq)
-    assert state_of(manager) == before
+    for says, call, *arguments in refusals(manager, seq, full, Sequence(1, range(6))):
+        error = UnsupportedByDesign if "does not offer" in says else ValueError
+        with pytest.raises(error, match=says):
+            call(*arguments)
+        assert state_of(manager) == before, says
+    manager.allocate_slots(seq, np.int64(6))
+    assert type(seq.num_computed_tokens) is int
 
 
 @caching_manager
@@ -90,55 +125,6 @@ def test_computed_blocks_precede_the_first_chunk(name):
     with pytest.raises(ValueError, match="can only go in front of its first chunk"):
         manager.allocate_slots(seq, 1, [0])
     manager.check_invariants()
-
-
-@every_manager
-def test_a_bad_number_of_tokens_changes_nothing(name):
-    manager = manager_of(name)
-    seq, new = started(manager, 0, range(8)), Sequence(1, range(6))
-    for token in range(6):
-        seq.append_token(token)
-    before = state_of(manager)
-    for count in (-1, -100, 0, 7, 1.5, 1.0, "1", True, None):
-        for target, start in ((seq, 8), (new, 0)):
-            says = f"num_new_tokens='?{count}'?: needs an int"
-            if type(count) is int:
-                says = rf"end={start + count}: .*needs an int from {start + 1} to {start + 6}"
-            with pytest.raises(ValueError, match=says):
-                manager.allocate_slots(target, count)
-    for limit in (-1, 1.5):
-        if name in CACHING:
-            with pytest.raises(ValueError, match=f"limit={limit}: needs an int of at least 0"):
-                manager.find(new, limit)
-    assert state_of(manager) == before
-    manager.allocate_slots(seq, np.int64(6))
-    assert type(seq.num_computed_tokens) is int
-    manager.free(seq)
-    assert manager.num_free_blocks == 10
-
-
-@every_manager
-def test_calls_about_unknown_and_known_sequences_are_checked(name):
-    manager = manager_of(name)
-    seq, unknown = started(manager, 0, range(6)), Sequence(1, range(6))
-    before = state_of(manager)
-    with pytest.raises(ValueError, match="sequence 0 holds blocks already; free it first"):
-        manager.allocate(seq)
-    for call in (manager.append, manager.can_append, manager.free, manager.block_table):
-        with pytest.raises(ValueError, match="sequence 1 holds no blocks"):
-            call(unknown)
-    for end in (None, 6, 7, -1):
-        with pytest.raises(ValueError, match=r"end=.*: 6 of the 6 tokens .* have a slot; .*append"):
-            manager.append(seq, end)
-    for end in (6.5, True, "7"):
-        with pytest.raises(ValueError, match=f"end='?{end}'?: needs an int"):
-            manager.append(seq, end)
-    if manager.can_fork:
-        with pytest.raises(ValueError, match="sequence 1 holds no blocks"):
-            manager.fork(unknown, Sequence(2, range(6)))
-        with pytest.raises(ValueError, match="sequence 0 holds blocks already"):
-            manager.fork(seq, seq)
-    assert state_of(manager) == before
 
 
 @every_manager
@@ -211,27 +197,6 @@ def test_worked_example_of_parallel_sampling(name, child_first):
     assert grow(manager, second, 78) == []
     assert manager.block_table(second) == [0, 1]
     assert manager.stats.copied_blocks == 1
-
-
-@pytest.mark.parametrize(
-    "child",
-    [
-        Sequence(1, [0, 1, 2, 9, 4, 5]),
-        Sequence(1, range(5)),
-        Sequence(1, range(6), lora_name="x"),
-        Sequence(1, range(6), cache_salt="x"),
-        Sequence(1, range(6), mm_inputs=[("x", 0, 1)]),
-    ],
-    ids=["other-token", "shorter", "other-adapter", "other-salt", "other-image"],
-)
-@forking_manager
-def test_fork_refuses_a_child_whose_content_differs(name, child):
-    manager = manager_of(name)
-    parent = started(manager, 0, range(6))
-    before = state_of(manager)
-    with pytest.raises(ValueError, match=r"child: the first 6 .* must equal the parent's, .* 0"):
-        manager.fork(parent, child)
-    assert state_of(manager) == before
 
 
 @pytest.mark.parametrize(
