@@ -81,18 +81,18 @@ def _later_items(
 
 @triton.jit
 def _next_item(
-    row, item, most_later, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
+    row, item, max_later, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
     HEAD_TILES: tl.constexpr, TILE_N: tl.constexpr, USE_WINDOW: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Find a work item. Negative items are first chunks, of which every sequence has one, and need
-    no search. Items from 0 on are later chunks, at most `most_later`, the first of sequence `row`.
+    no search. Items from 0 on are later chunks, at most `max_later`, the first of sequence `row`.
 
     Returns the sequence of a later chunk, and the item counted from its own ones. The sequence is
     at least `batch` if there are fewer items. Every warp searches 64 sequences at a time by itself,
     without shared memory or barriers.
     """
-    if item >= most_later:
+    if item >= max_later:
         row = batch
     if IS_SPLIT and item >= 0 and row < batch:
         lanes = tl.arange(0, 32)
@@ -180,19 +180,19 @@ def _paged_decode_kernel(
     offs_v = tl.arange(0, HEAD_DIM_PADDED // PAIR)
 
     num_first = batch * HEAD_TILES
-    most_later = num_first * (num_states - first_state - 1) if IS_SPLIT else 0
+    max_later = num_first * (num_states - first_state - 1) if IS_SPLIT else 0
     later_row = 0
     item = tl.program_id(0) - num_first
     later_row, item = _next_item(
-        later_row, item, most_later, context_lens_ptr, batch, window_size,
+        later_row, item, max_later, context_lens_ptr, batch, window_size,
         min_tiles, max_chunks, HEAD_TILES, TILE_N, USE_WINDOW, IS_SPLIT,
     )  # fmt: skip
     while later_row < batch:
         is_first = item < 0
         piece = tl.where(is_first, item + num_first, item).to(tl.uint32)
-        place, head_tile = (piece // HEAD_TILES).to(tl.int32), (piece % HEAD_TILES).to(tl.int32)
-        seq = tl.where(is_first, place, later_row)
-        chunk = tl.where(is_first, 0, place + 1)
+        index, head_tile = (piece // HEAD_TILES).to(tl.int32), (piece % HEAD_TILES).to(tl.int32)
+        seq = tl.where(is_first, index, later_row)
+        chunk = tl.where(is_first, 0, index + 1)
         context_len = tl.load(context_lens_ptr + seq)
         first = tl.maximum(context_len - window_size, 0) if USE_WINDOW else 0
         chunk_tokens, _ = chunks_of(context_len - first, min_tiles, max_chunks, TILE_N)
@@ -283,7 +283,7 @@ def _paged_decode_kernel(
             if lse_ptr is not None:
                 tl.store(lse_ptr + seq * NUM_Q_HEADS + heads, lse, mask=head_mask)
         later_row, item = _next_item(
-            later_row, item + tl.num_programs(0), most_later, context_lens_ptr, batch, window_size,
+            later_row, item + tl.num_programs(0), max_later, context_lens_ptr, batch, window_size,
             min_tiles, max_chunks, HEAD_TILES, TILE_N, USE_WINDOW, IS_SPLIT,
         )  # fmt: skip
 
@@ -305,7 +305,7 @@ def decode_chunking(
     max_tokens = block_tables.shape[1] * k_cache.shape[1]
     max_tokens = max_tokens if window_size is None else min(max_tokens, window_size)
     chunks = tiles.chunking(num_kv_heads, num_splits)
-    return tile, chunks, chunks.most(max_tokens, tile.tile_n)
+    return tile, chunks, chunks.max_count(max_tokens, tile.tile_n)
 
 
 def launch_decode(
@@ -328,12 +328,12 @@ def launch_decode(
     batch, num_q_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
     group_size, target = num_q_heads // num_kv_heads, tiles.target_of(q.device)
-    tile, chunks, most = decode_chunking(q, k_cache, block_tables, window_size, num_splits)
-    if states is None and most > 1:
-        states = SplitStates.empty(q, most)
+    tile, chunks, num_chunks = decode_chunking(q, k_cache, block_tables, window_size, num_splits)
+    if states is None and num_chunks > 1:
+        states = SplitStates.empty(q, num_chunks)
     results = (out, lse) if states is None else (states.acc, states.sums)
     scale = head_dim**-0.5 if scale is None else scale
-    pieces = batch * most * num_kv_heads * tiles.cdiv(group_size, tile.tile_m)
+    pieces = batch * num_chunks * num_kv_heads * tiles.cdiv(group_size, tile.tile_m)
     programs = tiles.PROGRAMS_PER_MULTIPROCESSOR * target.num_multiprocessors
     launch(_paged_decode_kernel, (min(pieces, programs),),
         *results, q, cache_argument(k_cache), cache_argument(v_cache), block_tables, context_lens,

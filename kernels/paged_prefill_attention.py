@@ -387,7 +387,7 @@ def launch_prefill(
     max_tokens = max_tokens if max_seqlen_k is None else min(max_tokens, max_seqlen_k)
     if left is not None and right is not None:
         max_tokens = min(max_tokens, max_seqlen_q + left + right)
-    num_chunks = chunks.most(max_tokens, tile.tile_n)
+    num_chunks = chunks.max_count(max_tokens, tile.tile_n)
     num_tiles, tiles_per_seq = count_tiles(total_q, batch, max_seqlen_q, group_size, tile.tile_m)
     is_uniform = num_tiles == batch * tiles_per_seq
     grid = num_tiles, num_kv_heads, num_chunks if suffix_lens is None else chunks.max_chunks
@@ -396,8 +396,8 @@ def launch_prefill(
     result, seq_states = (out, lse), 0
     num_states = 0 if suffix_lens is None or lse is None else lse.shape[2]
     if merges:
-        most = chunks.max_chunks * tiles.cdiv(chunks.queries * group_size, tile.tile_m)
-        tiles_per_seq = min(tiles_per_seq * num_chunks, most)
+        limit = chunks.max_chunks * tiles.cdiv(chunks.queries * group_size, tile.tile_m)
+        tiles_per_seq = min(tiles_per_seq * num_chunks, limit)
         is_uniform = batch * tiles_per_seq <= num_tiles * num_chunks
         if is_uniform:
             grid = batch * tiles_per_seq, num_kv_heads, 1

@@ -440,8 +440,8 @@ def sample_tokens(
         temperatures = temperatures.float()[:, None]
         if min_ps is not None:
             log_min_ps = natural_log(*split_float(min_ps.float().clamp(min=MIN_NORMAL.value)))
-            least = scores.amax(dim=-1, keepdim=True) + temperatures * log_min_ps[:, None]
-            scores = scores.masked_fill(scores < least, -torch.inf)
+            floor = scores.amax(dim=-1, keepdim=True) + temperatures * log_min_ps[:, None]
+            scores = scores.masked_fill(scores < floor, -torch.inf)
         if top_ks is not None or top_ps is not None:
             scores = mask_top_k_top_p(scores, temperatures[:, 0], top_ks, top_ps)
         scores = scores + temperatures * gumbel_noise(noise_seeds, logits.shape[1])

@@ -138,11 +138,11 @@ def _from_ordered_bits(bits):
 
 
 @triton.jit
-def _load_logits(row_ptr, tokens, vocab_size, stride_token, least):
-    """Logits in fp32: -inf past the vocabulary and where below `least`, if not None."""
+def _load_logits(row_ptr, tokens, vocab_size, stride_token, floor):
+    """Logits in fp32: -inf past the vocabulary and where below `floor`, if not None."""
     ptrs = row_ptr + tokens.to(tl.int64) * stride_token
     logits = tl.load(ptrs, mask=tokens < vocab_size, other=float("-inf")).to(tl.float32)
-    return logits if least is None else tl.where(logits < least, float("-inf"), logits)
+    return logits if floor is None else tl.where(logits < floor, float("-inf"), logits)
 
 
 @triton.jit
@@ -153,13 +153,13 @@ def _comes_before(logits, tokens, pivot, pivot_token):
 
 
 @triton.jit
-def _candidates(row_ptr, tokens, vocab_size, stride_token, least, pivot, pivot_token):
+def _candidates(row_ptr, tokens, vocab_size, stride_token, floor, pivot, pivot_token):
     """Scores without noise of [NOISE_SPAN] tokens, -inf if excluded.
 
-    least: logits below it are excluded, or None. pivot: its token and those that do not come before
+    floor: logits below it are excluded, or None. pivot: its token and those that do not come before
     it are excluded, or None.
     """
-    logits = _load_logits(row_ptr, tokens, vocab_size, stride_token, least)
+    logits = _load_logits(row_ptr, tokens, vocab_size, stride_token, floor)
     scores = tl.where(logits == logits, logits, float("inf"))  # a NaN must not be ignored
     if pivot is not None:
         allowed = _comes_before(logits, tokens, pivot, pivot_token)
@@ -169,7 +169,7 @@ def _candidates(row_ptr, tokens, vocab_size, stride_token, least, pivot, pivot_t
 
 @triton.jit
 def _best_of_chunks(
-    first, last, row_ptr, seed, vocab_size, stride_token, temperature, least, pivot, pivot_token
+    first, last, row_ptr, seed, vocab_size, stride_token, temperature, floor, pivot, pivot_token
 ):
     """The best score of chunks [first, last) of a row, and its lowest token. seed: or None."""
     lanes = tl.arange(0, NOISE_SPAN)
@@ -180,11 +180,11 @@ def _best_of_chunks(
         for i in tl.static_range(4):
             tokens = lanes + (chunk * 4 + i) * NOISE_SPAN
             score = _candidates(
-                row_ptr, tokens, vocab_size, stride_token, least, pivot, pivot_token
+                row_ptr, tokens, vocab_size, stride_token, floor, pivot, pivot_token
             )
             scores += (score,)
         has_candidate = True
-        if least is not None or pivot is not None:  # often none is left
+        if floor is not None or pivot is not None:  # often none is left
             largest = tl.maximum(tl.maximum(scores[0], scores[1]), tl.maximum(scores[2], scores[3]))
             has_candidate = tl.max(largest, axis=0) > float("-inf")
         if has_candidate:
@@ -235,18 +235,18 @@ def _sample_tokens_kernel(
     split = tl.program_id(1)
     temperature = None
     seed = None
-    least = None
+    floor = None
     if temperatures_ptr is not None:
         temperature = tl.load(temperatures_ptr + row)
         seed = tl.load(noise_seeds_ptr + row)
     if min_ps_ptr is not None:
         largest = _largest_of(row, maxima_ptr, num_splits, MAX_SPLITS)
-        least = _least_kept(largest, tl.load(min_ps_ptr + row), temperature)
+        floor = _least_kept(largest, tl.load(min_ps_ptr + row), temperature)
     first = split * chunks_per_split
     last = tl.minimum(first + chunks_per_split, tl.cdiv(vocab_size, 4 * NOISE_SPAN))
     score, token = _best_of_chunks(
         first, last, logits_ptr + row * stride_row, seed, vocab_size, stride_token, temperature,
-        least, None, None,
+        floor, None, None,
     )  # fmt: skip
     part = row * num_splits + split
     tl.store(scores_ptr + part, score)
@@ -254,7 +254,7 @@ def _sample_tokens_kernel(
 
 
 @triton.jit
-def _kth_largest(row_ptr, k, vocab_size, stride_token, least, LANES: tl.constexpr):
+def _kth_largest(row_ptr, k, vocab_size, stride_token, floor, LANES: tl.constexpr):
     """The k-th largest logit of a row, and how many of the first k equal it.
 
     Returns ordered bits and a number: the first k are the tokens above these bits and so many that
@@ -272,7 +272,7 @@ def _kth_largest(row_ptr, k, vocab_size, stride_token, least, LANES: tl.constexp
         packed = tl.zeros([LANES], tl.int64)
         for start in range(0, vocab_size, LANES):
             tokens = start + lanes
-            logits = _load_logits(row_ptr, tokens, vocab_size, stride_token, least)
+            logits = _load_logits(row_ptr, tokens, vocab_size, stride_token, floor)
             bits = _ordered_bits(logits) >> shift
             counted = (bits >> 3 == found) & (tokens < vocab_size)
             one = tl.where(counted, 1, 0).to(tl.int64)
@@ -314,11 +314,11 @@ def _restrict_samples_kernel(
     temperature = tl.load(temperatures_ptr + row)
     seed = tl.load(noise_seeds_ptr + row)
     deciding = (token >= 0) & (temperature > 0)
-    least = None
+    floor = None
     if maxima_ptr is not None:
         largest = _largest_of(row, maxima_ptr, num_splits, MAX_SPLITS)
     if min_ps_ptr is not None:
-        least = _least_kept(largest, tl.load(min_ps_ptr + row), temperature)
+        floor = _least_kept(largest, tl.load(min_ps_ptr + row), temperature)
     top_k = vocab_size
     if top_ks_ptr is not None:
         top_k = tl.minimum(tl.load(top_ks_ptr + row), vocab_size).to(tl.int32)
@@ -327,7 +327,7 @@ def _restrict_samples_kernel(
         above = (token * 0).to(tl.uint32)
         weight_at = (token * 0).to(tl.int64)
         if top_ks_ptr is not None and deciding & (top_k < vocab_size) & (top_p < 1):
-            above, number = _kth_largest(row_ptr, top_k, vocab_size, stride_token, least, LANES)
+            above, number = _kth_largest(row_ptr, top_k, vocab_size, stride_token, floor, LANES)
             if number > 0:
                 weight_at = _weights(_from_ordered_bits(above), largest, temperature) * number
     while deciding:
@@ -337,7 +337,7 @@ def _restrict_samples_kernel(
         weight = tl.zeros([LANES], tl.int64)
         for start in range(0, vocab_size, LANES):
             tokens = start + tl.arange(0, LANES)
-            logits = _load_logits(row_ptr, tokens, vocab_size, stride_token, least)
+            logits = _load_logits(row_ptr, tokens, vocab_size, stride_token, floor)
             comes_before = _comes_before(logits, tokens, pivot, token)
             before += comes_before.to(tl.int32)
             if top_ps_ptr is not None:
@@ -353,7 +353,7 @@ def _restrict_samples_kernel(
         if deciding:
             last = tl.cdiv(vocab_size, 4 * NOISE_SPAN)
             _, token = _best_of_chunks(
-                0, last, row_ptr, seed, vocab_size, stride_token, temperature, least, pivot, token
+                0, last, row_ptr, seed, vocab_size, stride_token, temperature, floor, pivot, token
             )
     tl.store(tokens_ptr + row, token.to(tl.int64))
 
@@ -430,10 +430,10 @@ def sample_tokens(
         if values is not None and temperatures is None:
             raise ValueError(f"{name}: expected with temperatures; without them nothing is sampled")
     tile = RESTRICT_TILE
-    most = 255 * tile.elements
-    if top_ks is not None and top_ps is not None and vocab_size > most:
+    limit = 255 * tile.elements
+    if top_ks is not None and top_ps is not None and vocab_size > limit:
         raise ValueError(
-            f"logits: expected a vocab_size up to {most} with top_ks and top_ps, got {vocab_size}"
+            f"logits: expected a vocab_size up to {limit} with top_ks and top_ps, got {vocab_size}"
         )
     check_values("temperatures", temperatures, 0, MAX_TEMPERATURE)
     check_values("min_ps", min_ps, 0, 1)

@@ -153,8 +153,8 @@ def shared_prefix_decode_attention(
         num_prefix_splits = prefix_num_splits(
             num_tiles * num_kv_heads, max_tokens, tile.tile_n, target
         )
-    *_, most = decode_chunking(q, k_cache, suffix_block_tables, window_size, num_splits)
-    states = SplitStates.empty(q, num_prefix_splits + most)
+    *_, num_chunks = decode_chunking(q, k_cache, suffix_block_tables, window_size, num_splits)
+    states = SplitStates.empty(q, num_prefix_splits + num_chunks)
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes}
     options |= {"k_scale": k_scale, "v_scale": v_scale}
     attended = (q, k_cache, v_cache)

@@ -231,7 +231,7 @@ class Chunking:
     queries: int = 2**30
     """Prefill only: `max_chunks` is divided by ceil(num_queries / queries)."""
 
-    def most(self, max_tokens: int, tile_n: int) -> int:
+    def max_count(self, max_tokens: int, tile_n: int) -> int:
         """Chunks of up to max_tokens keys; at least 1."""
         return max(1, min(self.max_chunks, cdiv(max_tokens, self.min_tiles * tile_n)))
 

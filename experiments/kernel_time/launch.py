@@ -125,7 +125,7 @@ def _pagelab(row: Any, gpu: Any) -> Launch:
         tile = tiles.decode_tile(group, row.head_dim, torch.bfloat16, target, size)
         pieces, heads = [], _cdiv(group, tile.tile_m)
         for length in lengths:
-            chunks = tiles.chunking(row.kv_heads).most(length, tile.tile_n)
+            chunks = tiles.chunking(row.kv_heads).max_count(length, tile.tile_n)
             pieces += [_cdiv(length, tile.tile_n * chunks)] * (chunks * row.kv_heads * heads)
         programs = min(len(pieces), tiles.PROGRAMS_PER_MULTIPROCESSOR * gpu.multiprocessors)
         of_each = np.bincount(np.arange(len(pieces)) % programs, weights=pieces)

@@ -57,16 +57,16 @@ def test_decode_tile_is_one_that_the_kernel_can_run(head_dim_padded, dtype, targ
         pytest.param(8, None, 0, 1, id="empty table"),
         pytest.param(8, None, 1024, 1, id="sixteen tiles"),
         pytest.param(8, None, 1025, 2, id="a token more"),
-        pytest.param(8, None, 10**6, 32, id="the most of 8 heads"),
-        pytest.param(1, None, 10**6, 256, id="the most of one head"),
-        pytest.param(128, None, 10**6, 16, id="the most of many heads"),
+        pytest.param(8, None, 10**6, 32, id="the maximum of 8 heads"),
+        pytest.param(1, None, 10**6, 256, id="the maximum of one head"),
+        pytest.param(128, None, 10**6, 16, id="the maximum of many heads"),
         pytest.param(8, 3, 65, 2, id="no more splits than tiles"),
         pytest.param(8, 3, 10**6, 3, id="splits as asked for"),
     ],
 )
 def test_chunks_of_a_sequence_in_tiles_of_64(num_kv_heads, num_splits, max_tokens, expected):
     chunks = chunking(num_kv_heads, num_splits)
-    assert chunks.most(max_tokens, 64) == expected
+    assert chunks.max_count(max_tokens, 64) == expected
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 8, 32])
