@@ -32,12 +32,12 @@ class BeamSearch:
     """The state of one request's search.
 
     Args:
-        request: has params.beam_width and one sequence, the first beam.
+        request: has one sequence, the first beam.
+        width: number of beams.
     """
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.width: int = request.params.beam_width
+    def __init__(self, request: Request, width: int) -> None:
+        self.request, self.width = request, width
         self.beams: list[ScheduledSequence] = list(request.sequences)
         self.finished: list[Hypothesis] = []
         self._candidates: dict[int, list[tuple[float, int]]] = {}

@@ -38,7 +38,7 @@ class Runner(Protocol):
 
 
 class Drawn(Protocol):
-    """Tokens that are being sampled; with overlap ``Step.drawn`` passes them to the runner."""
+    """Tokens that are being sampled.  With overlap ``Step.drawn`` passes them to the runner."""
 
     def read(self) -> Items[int]:
         """Wait for the tokens."""
@@ -58,7 +58,7 @@ class Sampler(Protocol):
     ) -> list[tuple[float, int]]:
         """The ``count`` likeliest next tokens (or all, if fewer), as (log p, token).
 
-        Empty if the logits are NaN or infinite.
+        Empty if logits are NaN or infinite.
         """
 
     def logprobs(self, logits: Any, row: int, token: int, count: int) -> dict[int, float]:
@@ -74,8 +74,8 @@ class _Unread(NamedTuple):
     sequences: list[ScheduledSequence]
 
 
-class _OnHost(list[int]):
-    """Tokens that are read already."""
+class HostTokens(list[int]):
+    """Sampled tokens that are already on the host."""
 
     def read(self) -> list[int]:
         return self
@@ -154,10 +154,10 @@ class Engine:
             needs = 'needs 0, or a Scheduler(policy="priority")'
             raise ValueError(f"priority={shown(priority)}: {needs}")
         if self.vocab_size is not None:
-            least, largest = min(prompt_token_ids), max(prompt_token_ids)
-            if least < 0 or largest >= self.vocab_size:
+            lowest, highest = min(prompt_token_ids), max(prompt_token_ids)
+            if lowest < 0 or highest >= self.vocab_size:
                 raise ValueError(
-                    f"prompt: token ids from {least} to {largest}; needs ids from 0 to "
+                    f"prompt: token ids from {lowest} to {highest}; needs ids from 0 to "
                     f"{self.vocab_size - 1}"
                 )
         if length >= self.max_model_len:
@@ -166,25 +166,25 @@ class Engine:
                 f"than max_model_len={self.max_model_len}, which model and KV cache allow"
             )
         if params.beam_width is not None:
-            self._check_beam_search(length, params)
+            self._check_beam_search(length, params.max_tokens, params.beam_width)
         if params.stop and self.new_decoder is None:
             raise ValueError(f"stop={params.stop!r}: texts need a tokenizer; give stop_token_ids")
         return prompt_token_ids
 
-    def _check_beam_search(self, prompt_length: int, params: SamplingParams) -> None:
+    def _check_beam_search(self, prompt_length: int, max_tokens: int, width: int) -> None:
         if not self._can_fork:
             raise UnsupportedByDesign(self.manager.name, "fork, which beam search needs")
-        most = self.scheduler.max_num_seqs
-        if params.beam_width > most:
-            width = shown(params.beam_width)
-            raise ValueError(f"beam_width={width}: needs at most max_num_seqs={most}")
+        max_num_seqs = self.scheduler.max_num_seqs
+        if width > max_num_seqs:
+            needs = f"needs at most max_num_seqs={max_num_seqs}"
+            raise ValueError(f"beam_width={shown(width)}: {needs}")
         block_size = self.manager.block_size
-        longest = min(prompt_length + params.max_tokens, self.max_model_len)
-        needed = params.beam_width * -(-longest // block_size)
+        longest = min(prompt_length + max_tokens, self.max_model_len)
+        needed = width * -(-longest // block_size)
         available = self.scheduler.longest_sequence(needed * block_size) // block_size
         if available < needed:
             raise ValueError(
-                f"beam_width={params.beam_width}: beams of {longest} tokens may need {needed} "
+                f"beam_width={width}: beams of {longest} tokens may need {needed} "
                 f"blocks, all at a time; the cache has {available}"
             )
 
@@ -201,29 +201,30 @@ class Engine:
     ) -> int:
         """Add a request to the waiting queue; returns its id.
 
-        Samples beyond max_num_seqs wait for the others.
+        At most max_num_seqs of its samples run at once.
 
-        cache_salt: only requests with an equal salt share K/V; None or empty: those without one.
+        cache_salt: only requests with an equal salt share K/V; None and empty mean no salt.
         stream_text: give the request's tokens their texts, if there is a tokenizer.
-        lora_name, mm_inputs: as of ``Sequence``.  They are part of the content of its blocks; the
+        lora_name, mm_inputs: see ``Sequence``.  They are part of the content of its blocks.  The
             runner must apply the adapter and the inputs.
         priority: the lower, the earlier it is served; for ``Scheduler(policy="priority")``.
 
         Raises ValueError for a prompt that is empty, has ids out of range, or does not fit, for
         keys that cannot be hashed, for a priority with "fcfs", and for more beams than max_num_seqs
         or the cache allows; UnsupportedByDesign for beam search with a manager that cannot fork.
-        If it raises, also by an interrupt or by the policy, nothing is added.
+        If it raises, also after an interrupt or an error of the policy, nothing is added.
         """
-        keys = {"cache_salt": cache_salt, "lora_name": lora_name, "mm_inputs": mm_inputs}
+        keys: dict[str, Any] = {"cache_salt": cache_salt, "lora_name": lora_name}
+        keys["mm_inputs"] = mm_inputs
         prompt_token_ids = self.check(prompt_token_ids, params, priority=priority, **keys)
-        stops = params.stop_token_ids | (frozenset() if params.ignore_eos else self.eos_token_ids)
+        stops = frozenset(params.stop_token_ids)
         length = len(prompt_token_ids)
         max_tokens = min(params.max_tokens, self.max_model_len - length)
         request = Request(
             request_id=next(self._request_ids),
             params=params,
             max_tokens=max_tokens,
-            stop_token_ids=stops,
+            stop_token_ids=stops if params.ignore_eos else stops | self.eos_token_ids,
             stats=RequestStats(self.clock(), length, max_tokens),
             has_text=self.new_decoder is not None and (stream_text or bool(params.stop)),
             priority=priority,
@@ -238,7 +239,8 @@ class Engine:
             for seq in request.sequences:
                 self.scheduler.add(seq)
             if params.beam_width is not None:
-                request.search = self._beam_searches[request.request_id] = BeamSearch(request)
+                search = BeamSearch(request, params.beam_width)
+                request.search = self._beam_searches[request.request_id] = search
             self.requests[request.request_id] = request
             return request.request_id
         except BaseException:
@@ -249,7 +251,7 @@ class Engine:
             raise
 
     def abort(self, request_id: int) -> Request:
-        """Cancel an unfinished request, which keeps its tokens.  KeyError if there is none."""
+        """Cancel an unfinished request.  It keeps its tokens.  KeyError if there is none."""
         request = self.requests[request_id]
         self._end(request, FinishReason.ABORT)
         return request
@@ -276,7 +278,7 @@ class Engine:
         return self.manager.reset_prefix_cache()
 
     def step(self) -> tuple[list[TokenOutput], list[Request]]:
-        """Compute one batch; returns the new tokens, and the requests that they finish.
+        """Compute one batch; returns the new tokens and the requests that they finish.
 
         Beam search returns no tokens before it is finished.
 
@@ -284,7 +286,7 @@ class Engine:
         from the device, and the host reads them after it has launched that step.  A sequence that
         they end has computed one token too many, which is dropped.  Tokens are read at once if a
         sequence in the step ``reads_tokens`` (penalties, stop strings ...), and before the next
-        step if no running sequence could compute anything in it.
+        step if no running sequence has anything to compute in it.
         """
         outputs: list[TokenOutput] = []
         finished: list[Request] = []
@@ -294,7 +296,11 @@ class Engine:
                 return outputs, finished
         step = self.scheduler.schedule()
         step.drawn = self._unread and self._unread.tokens
-        self._note_scheduled(step)
+        for seq in step.admitted:
+            stats = seq.request.stats
+            if stats.first_scheduled_time is None:
+                stats.first_scheduled_time = self.clock()
+                stats.num_cached_tokens = seq.num_cached_tokens
         logits = self.runner.run(step, self.manager)
         if self.on_step is not None:
             self.on_step(step)
@@ -320,14 +326,14 @@ class Engine:
                 rows += [row] * len(samples)
                 drawing += samples
 
-        drawn, errors = None, step.errors
+        drawn, reads = None, False
         if drawing:
-            drawn = _Unread(self._draw(logits, rows, drawing, errors), logits, rows, drawing)
+            tokens, reads = self._draw(logits, rows, drawing, step.errors)
+            drawn = _Unread(tokens, logits, rows, drawing)
         self._read(outputs, finished)  # the last step's, while the device computes this one
-        is_read = drawn is not None and isinstance(drawn.tokens, _OnHost)
-        reads = is_read or any(seq.request.params.reads_tokens for seq in drawing)
-        for seq, error in errors:
-            self._fail(seq.request, error, finished)
+        reads = reads or any(seq.request.params.reads_tokens for seq in drawing)
+        for seq, cause in step.errors:
+            self._fail(seq.request, cause, finished)
         if self.overlap and not reads:
             self._unread = drawn and drawn._replace(logits=None)  # they are large
             self._count_on(drawing)
@@ -348,15 +354,17 @@ class Engine:
     def _draw(
         self, logits: Any, rows: list[int], sequences: list[ScheduledSequence],
         errors: list[tuple[ScheduledSequence, Exception]],
-    ) -> Drawn:  # fmt: skip
+    ) -> tuple[Drawn, bool]:  # fmt: skip
         """Sample; one by one if that raises, so that ``errors`` gets the sequences that cause it.
 
-        Raises if several requests fail and none succeeds: then the cause is not a request.
+        Returns the tokens, and whether they had to be read.  Raises if several requests fail and
+        none succeeds: then the cause is not a request.
         """
         try:
-            return self.sampler.draw(logits, rows, sequences)
+            return self.sampler.draw(logits, rows, sequences), False
         except Exception:
-            failed, tokens = [], []
+            failed: list[tuple[ScheduledSequence, Exception]] = []
+            tokens = HostTokens()
             for row, seq in zip(rows, sequences, strict=True):
                 try:
                     tokens += self.sampler.draw(logits, [row], [seq]).read()
@@ -369,7 +377,7 @@ class Engine:
             ):
                 raise
             errors += failed
-            return _OnHost(tokens)
+            return tokens, True
 
     def _read(self, outputs: list[TokenOutput], finished: list[Request]) -> None:
         """Append the tokens that are not read yet, and finish the sequences that they end."""
@@ -382,7 +390,7 @@ class Engine:
             if seq.finish_reason:  # finished before this token could be known
                 continue
             request = seq.request
-            stats, logprobs = request.stats, None
+            stats, logprobs, text = request.stats, None, None
             if token < 0:
                 self._fail(request, _NotFinite(seq), finished)
                 continue
@@ -410,7 +418,7 @@ class Engine:
             elif len(seq.token_ids) == seq.num_prompt_tokens + request.max_tokens:
                 self._finish_sequence(seq, FinishReason.LENGTH)
             reason = seq.finish_reason
-            piece = seq.text.next_piece() if request.has_text else None
+            piece = None if text is None else text.next_piece()
             outputs.append(
                 TokenOutput(request.request_id, seq.index, token, reason, piece, logprobs)
             )
@@ -425,10 +433,11 @@ class Engine:
                 seq.append_unknown(row)
 
     def restart(self, scheduler: Scheduler) -> list[Request]:
-        """Cancel all requests, which keep their tokens, and continue with another scheduler.
+        """Cancel all requests, and continue with another scheduler.  Returns the requests.
 
-        Call it after ``step`` has raised: the manager may then count K/V as cached that were never
-        written.  ``scheduler`` has a new manager of the same size.  Returns the requests.
+        Tokens generated so far are kept.  Call it after ``step`` has raised: the manager may then
+        count K/V as cached that were never written.  ``scheduler`` has a new manager of the same
+        size.
         """
         requests = list(self.requests.values())
         for request in requests:
@@ -444,46 +453,39 @@ class Engine:
 
     def completions(self, request: Request) -> list[CompletionOutput]:
         """The outputs of a finished request, with their texts if there is a tokenizer."""
-        search = request.search
-        if search is not None:
-            outputs = [
-                CompletionOutput(
-                    index, best.token_ids, best.finish_reason,
-                    cumulative_logprob=best.cumulative_logprob,
-                )
-                for index, best in enumerate(search.best())
-            ]  # fmt: skip
+        outputs: list[tuple[CompletionOutput, OutputText | None]] = []
+        if request.search is not None:
+            for i, best in enumerate(request.search.best()):
+                ended = best.token_ids, best.finish_reason, None, best.cumulative_logprob
+                outputs.append((CompletionOutput(i, *ended), None))
         else:
             sequences = sorted(request.sequences, key=lambda seq: seq.index)
-            outputs = [_completion(seq) for seq in sequences]
+            outputs = [(_completion(seq), seq.text) for seq in sequences]
         if self.new_decoder is None:
-            return outputs
-        if request.has_text and search is None:
-            texts = [seq.text for seq in sequences]
-        else:
-            texts = [None] * len(outputs)
-        return [
-            self._with_text(request, output, text)
-            for output, text in zip(outputs, texts, strict=True)
-        ]
+            return [output for output, _ in outputs]
+        return [self._with_text(request, *output) for output in outputs]
+
+    def _new_text(self, params: SamplingParams, *stopping: Any) -> OutputText:
+        assert self.new_decoder is not None
+        return OutputText(self.new_decoder(params), *stopping)
 
     def _text_of(self, seq: ScheduledSequence) -> OutputText:
-        """The text that is followed token by token."""
+        """The text of ``seq``, which is decoded token by token."""
         if seq.text is None:
             params = seq.request.params
-            seq.text = OutputText(self.new_decoder(params), params.stop, params.min_tokens)
+            seq.text = self._new_text(params, params.stop, params.min_tokens)
         return seq.text
 
     def _with_text(
         self, request: Request, output: CompletionOutput, text: OutputText | None
     ) -> CompletionOutput:
-        """``output`` with its text; with FinishReason.ERROR if it cannot be decoded.
+        """``output`` with its text, or with FinishReason.ERROR if it cannot be decoded.
 
-        text: None if it was not followed; then no stop string ended the output.
+        text: None if the tokens were not decoded yet.  Then no stop string ended the output.
         """
         try:
             if text is None:
-                text = OutputText(self.new_decoder(request.params))
+                text = self._new_text(request.params)
                 has_stop = output.finish_reason is FinishReason.STOP  # a token, which has no text
                 text.append(output.token_ids[: len(output.token_ids) - has_stop])
             return replace(output, text=text.finish())
@@ -491,13 +493,6 @@ class Engine:
             request.stats.was_aborted = True
             _note_error(request, error)
             return replace(output, finish_reason=FinishReason.ERROR)
-
-    def _note_scheduled(self, step) -> None:
-        for seq in step.admitted:
-            stats = seq.request.stats
-            if stats.first_scheduled_time is None:
-                stats.first_scheduled_time = self.clock()
-                stats.num_cached_tokens = seq.num_cached_tokens
 
     def _fork(self, seq: ScheduledSequence, index: int) -> ScheduledSequence:
         child = seq.fork(next(self._seq_ids))
@@ -576,6 +571,7 @@ def _note_error(request: Request, error: Exception) -> None:
 
 
 def _completion(seq: ScheduledSequence) -> CompletionOutput:
+    assert seq.finish_reason is not None
     token_ids, logprobs, total = seq.output_token_ids, None, None
     if seq.request.params.logprobs is not None:
         logprobs = seq.logprobs

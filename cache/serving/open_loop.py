@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from cache.checks import at_least, finite
 from cache.managers.base import CacheManager
-from cache.serving.engine import Engine
+from cache.serving.engine import Engine, HostTokens
 from cache.serving.request import RequestStats, ScheduledSequence
 from cache.serving.sampling_params import SamplingParams
 from cache.serving.scheduler import Scheduler, Step
@@ -133,13 +133,6 @@ class Run:
         return sum(getattr(step, name) for step in steps) / len(steps)
 
 
-class _Tokens(list):
-    """Tokens that need no waiting for."""
-
-    def read(self) -> list[int]:
-        return self
-
-
 class NoModel:
     """Runner and sampler of an engine without a model.
 
@@ -154,8 +147,8 @@ class NoModel:
     def run(self, step: Step, manager: CacheManager) -> None:
         """Does nothing."""
 
-    def draw(self, logits: None, rows: list[int], sequences: list[ScheduledSequence]) -> _Tokens:
-        return _Tokens(_LAST_TOKEN_ID - seq.request.request_id for seq in sequences)
+    def draw(self, logits: None, rows: list[int], sequences: list[ScheduledSequence]) -> HostTokens:
+        return HostTokens(_LAST_TOKEN_ID - seq.request.request_id for seq in sequences)
 
     def topk_logprobs(
         self, logits: None, row: int, seq: ScheduledSequence, count: int
@@ -167,6 +160,9 @@ class NoModel:
             rest -= share
         shares.sort(reverse=True)
         return [(math.log(max(share, 1e-300)), index) for index, share in enumerate(shares)]
+
+    def logprobs(self, logits: None, row: int, token: int, count: int) -> dict[int, float]:
+        return {token: 0.0}
 
 
 _LAST_TOKEN_ID = (1 << 32) - 1

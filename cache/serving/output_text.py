@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 Decoder = Callable[[Sequence[int]], tuple[str, str]]
 """Takes the next tokens of an output.  Returns the text that they settle, and the text after it,
@@ -20,7 +20,7 @@ class OutputText:
         min_tokens: a stop string counts if it ends in the text of a later token, as in vLLM.
     """
 
-    def __init__(self, decode: Decoder, stops: Sequence[str] = (), min_tokens: int = 0) -> None:
+    def __init__(self, decode: Decoder, stops: Collection[str] = (), min_tokens: int = 0) -> None:
         self._decode, self._stops = decode, stops
         self._kept_back = max(map(len, stops), default=1) - 1  # may begin a stop string
         self._num_skipped = min_tokens

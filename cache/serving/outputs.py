@@ -1,7 +1,6 @@
 """The outputs of a request."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from cache.serving.request import FinishReason, RequestStats
 
@@ -34,10 +33,11 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     stats: RequestStats
     error: str | None = None
-    """What ended it with FinishReason.ERROR."""
+    """Why it ended with FinishReason.ERROR."""
 
 
-class TokenOutput(NamedTuple):
+@dataclass(slots=True)
+class TokenOutput:
     """A new token of an output, as streamed."""
 
     request_id: int

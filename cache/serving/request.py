@@ -55,13 +55,10 @@ class ScheduledSequence(Sequence):
         text: its text, if the request follows it; None before the first token.
     """
 
+    seq_id: int
+
     def __init__(
-        self,
-        seq_id: int,
-        token_ids: Iterable[int],
-        request: Request,
-        index: int,
-        **keys: Any,
+        self, seq_id: int, token_ids: Iterable[int], request: Request, index: int, **keys: Any
     ) -> None:
         super().__init__(seq_id, token_ids, **keys)
         self.request = request
@@ -103,7 +100,7 @@ class ScheduledSequence(Sequence):
             self.token_ids.pop()
             self.num_unknown_tokens, self.pending_row = 0, None
 
-    def fork(self, seq_id: int) -> ScheduledSequence:
+    def fork(self, seq_id: Any) -> ScheduledSequence:
         """A copy with the same tokens, in no queue and with nothing in host memory."""
         child = super().fork(seq_id)
         child.order = (*self.order[:2], seq_id)
@@ -147,7 +144,7 @@ class RequestStats:
     def time_to_first_token(self) -> float | None:
         """Seconds from arrival to the first token; None before it.
 
-        If the request was cancelled before it, seconds until then: a lower bound.
+        If the request was cancelled before it, seconds until the cancellation: a lower bound.
         """
         first = self.finish_time if self.first_token_time is None else self.first_token_time
         return None if first is None else first - self.arrival_time
@@ -158,16 +155,17 @@ class RequestStats:
 
         None unless the request is finished and has two tokens or more.
         """
-        if not self.finished or self.longest_output < 2:
+        if self.finish_time is None or self.was_aborted or self.longest_output < 2:
             return None
+        assert self.first_token_time is not None
         return (self.finish_time - self.first_token_time) / (self.longest_output - 1)
 
     @property
     def normalized_latency(self) -> float | None:
         """Seconds from arrival to the end per token of the longest output; None before the end.
 
-        The latency of the PagedAttention paper.  For a cancelled request, seconds per token that it
-        was to generate: a lower bound.
+        The latency of the PagedAttention paper.  For a cancelled request the tokens are
+        ``max_tokens``: a lower bound.
         """
         if self.finish_time is None:
             return None
@@ -182,9 +180,9 @@ class Request:
     max_tokens: most tokens to generate: the parameter, or fewer if model or cache end before.
     stop_token_ids: tokens that end an output.
     has_text: whether its tokens get their texts: for streams and stop strings.
-    priority: the lower, the earlier it is served.
-    search: its beam search, if it has one.
-    error: why it ended, with FinishReason.ERROR.
+    priority: requests of lower priority are served earlier.
+    search: its beam search; None without one.
+    error: why it ended with FinishReason.ERROR.
     """
 
     request_id: int

@@ -41,8 +41,8 @@ class SamplingParams:
         logprobs: return log p of each token and of this many of the likeliest tokens, before
             penalties and temperature.  None for none.
         ignore_eos: do not end at the model's end-of-text tokens.
-        skip_reading_prefix_cache: compute the whole prompt, also what the cache holds of it.  Other
-            requests find its blocks.
+        skip_reading_prefix_cache: compute the whole prompt, although the cache may hold a part.
+            Other requests find its blocks.
         beam_width: number of beams of a beam search, which returns the n best; None samples.
         length_penalty: beams are ranked by sum(log p) / number of tokens ** length_penalty.
 
@@ -87,18 +87,18 @@ class SamplingParams:
                 f"max_tokens={shown(self.max_tokens)}"
             )
         if self.beam_width is not None:
-            self._check_beam_search()
+            self._check_beam_search(self.beam_width)
 
-    def _check_beam_search(self) -> None:
-        if self.beam_width < self.n:
+    def _check_beam_search(self, width: int) -> None:
+        if width < self.n:
             raise ValueError(
-                f"beam_width={shown(self.beam_width)}: needs an int of at least n={self.n}, or None"
+                f"beam_width={shown(width)}: needs an int of at least n={self.n}, or None"
             )
         for name, idle in _IDLE_IN_BEAM_SEARCH.items():
             if getattr(self, name) not in idle:
                 raise ValueError(
                     f"{name}={shown(getattr(self, name))}: has no meaning for beam search "
-                    f"(beam_width={shown(self.beam_width)}); leave it out"
+                    f"(beam_width={shown(width)}); leave it out"
                 )
 
     @cached_property
@@ -144,23 +144,23 @@ _IDLE_IN_BEAM_SEARCH = {
 """Values that beam search accepts: it ranks by the model's own log p and samples nothing."""
 
 
-def _int(value: object) -> int:
+def _int(value: Any) -> int:
     """An int, also from NumPy.  Raises ValueError for others."""
     return as_int("", value)
 
 
-def _int_or_none(value: object) -> int | None:
+def _int_or_none(value: Any) -> int | None:
     return None if value is None else _int(value)
 
 
-def _number(value: object) -> float:
+def _number(value: Any) -> float:
     """The nearest finite float of a real number, or infinity.  Raises TypeError for others."""
-    if not isinstance(value, Real) or isinstance(value, bool):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError
     try:
         return float(value)
     except OverflowError:  # of an int
-        return sys.float_info.max * (1 if value > 0 else -1)
+        return -sys.float_info.max if value < 0 else sys.float_info.max
 
 
 def _items(value: object) -> tuple:
@@ -207,4 +207,4 @@ _FIELDS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], bool], str]] = {
     ),
     "length_penalty": (_number, lambda v: abs(v) <= 100, "a number from -100 to 100"),
 }  # fmt: skip
-"""Fields: how they are converted, which values are valid, and what the error says they need."""
+"""By field: its conversion, a test of the value, and the words of the error for a bad one."""

@@ -111,7 +111,7 @@ class Scheduler:
         self.chunked_prefill = chunked_prefill and manager.can_chunk
         self.prefill_first = true_or_false("prefill_first", prefill_first)
         self.running: list[ScheduledSequence] = []
-        self.waiting = LazyHeap()  # sequences by their order
+        self.waiting = LazyHeap[ScheduledSequence]()  # by their order
         if num_host_blocks and getattr(manager, "sliding_window", None):
             raise ValueError(
                 f"num_host_blocks={num_host_blocks}: with a sliding_window the manager gives back "
@@ -152,7 +152,7 @@ class Scheduler:
         bisect.insort(self.running, child, key=attrgetter("order"))
 
     def finish(self, seq: ScheduledSequence) -> None:
-        """Remove a sequence and free what it holds.
+        """Remove a sequence and free its blocks.
 
         Do not call it for a scheduled sequence before its step has ended.
         """
