@@ -34,7 +34,7 @@ class RequestInfo(NamedTuple):
     """Facts about a request.  NaN: not known (yet)."""
 
     time_ms: float
-    """Its arrival in a replay, the time of the call in an engine, from any origin."""
+    """In a replay the arrival time, in an engine the time of the call.  The origin is arbitrary."""
     prompt_tokens: float
     output_tokens: float
     """Generated tokens; known from the release of its blocks on."""
@@ -59,7 +59,7 @@ class EvictionPolicy(abc.ABC):
     """True for offline policies: ``start`` must be given ``next_use``."""
 
     hooks: frozenset[str] = frozenset()
-    """The optional methods that a class defines.  Owners of blocks need not call the other ones."""
+    """The optional methods that a class defines.  Only these need to be called."""
 
     compilable: bool = False
     """Whether ``cache.simulate`` may compile it: a class of this package, or one that is derived
@@ -97,15 +97,15 @@ class EvictionPolicy(abc.ABC):
     def look_up(self, keys: Sequence[Hashable]) -> None:  # noqa: B027
         """A request asks for the contents ``keys``, from the head of its prompt.
 
-        A last block that is computed in any case is not among them.  Optional; called before the
-        request pins, misses or evicts anything.  All call it but ``radix``.
+        They exclude a last block that is computed in any case.  Optional; called before the
+        request pins, misses or evicts anything.  ``radix`` does not call it.
         """
 
     def on_queued(self, position: tuple[int, ...], keys: Sequence[Hashable]) -> None:  # noqa: B027
-        """The request at ``place`` of the waiting line will ask for ``keys``; no keys: it left.
+        """The request at ``position`` of the waiting queue will ask for ``keys``.
 
-        Optional; places compare in the order of the line.  A scheduler on ``nano_vllm`` or
-        ``vllm_v1`` calls it, ``cache.simulate`` does not.
+        Empty ``keys`` mean that it left the queue.  Optional; positions compare in the order of the
+        queue.  A scheduler on ``nano_vllm`` or ``vllm_v1`` calls it, ``cache.simulate`` does not.
         """
 
     def miss(self, key: Hashable) -> None:  # noqa: B027
@@ -178,7 +178,7 @@ _COMPILED_WITH_A_POLICY = {"own_state", "priority", "classify", "learn"}
 
 
 def _overridden(cls: type, base: type) -> set[str]:
-    """Methods of ``base`` that are others in ``cls``, special ones excluded."""
+    """Methods of ``base`` that ``cls`` overrides, without special methods."""
     methods = {name for name in dir(base) if not name.startswith("__")}
     functions = {name for name in methods if inspect.isfunction(getattr(cls, name))}
     return {name for name in functions if getattr(cls, name) is not getattr(base, name)}

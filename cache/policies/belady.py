@@ -8,9 +8,8 @@ from cache.policies.priority import BlockHistory, PriorityPolicy
 class Belady(PriorityPolicy):
     """Evicts the block whose next use is farthest in the future (Belady, 1966: MIN).
 
-    Needs the whole trace in advance, so it serves as the upper bound that the other policies are
-    compared with.  Of two blocks that the same future request needs, the deeper one was released
-    first and goes first.
+    It needs the whole trace in advance, and is the upper bound of all policies.  Of two blocks
+    that the same future request needs, the deeper block was released first and is evicted first.
     """
 
     name = "belady"

@@ -21,11 +21,11 @@ NUM_BINS = 32
 BIN_BEGINS = (0.0, *(2.0**bin_ for bin_ in range(NUM_BINS - 1)))
 BIN_WIDTHS = (1.0, *BIN_BEGINS[1:])
 LEARN_FIRST = 512
-"""Releases of blocks before the first ``learn``, and at least so many between two."""
+"""Releases of blocks before the first ``learn``, and the minimum between two calls."""
 
 
 def bits(number: float) -> int:
-    """Binary digits before the point; 0 for what is below 1 or NaN."""
+    """Binary digits before the point; 0 for numbers below 1 and NaN."""
     return math.frexp(number)[1] if number >= 1.0 else 0
 
 
@@ -53,17 +53,17 @@ class _Block:
 
 
 class ClassPolicy(EvictionPolicy):
-    """Evicts the block that is worth least, by its class and age; of equal ones the oldest.
+    """Evicts the block with the smallest worth of its class at its age; ties: the oldest block.
 
-    A subclass defines ``num_classes`` and two static methods: ``classify`` gives a block its class
-    when it is released, and ``learn`` says what the classes are worth at each age.  In between the
-    policy counts at which ages blocks of each class return.  Blocks that are released together
-    mostly return together, so each of n counts 1 / sqrt(n).  Blocks of a class are in the order of
-    their release, and an eviction compares the oldest of each class.
+    A subclass defines ``num_classes`` and two static methods.  ``classify`` gives a block its class
+    when it is released.  ``learn`` computes the worth of each class at each age from the ages at
+    which its blocks returned.  Blocks that are released together mostly return together, so each of
+    n counts 1 / sqrt(n).  An eviction compares the oldest block of each class.
 
-    ``learn`` is called after 512 releases of blocks, then each time after a quarter more.  Until
-    then all worths are 0, which is LRU.  Ages are in milliseconds; where times are unknown each
-    release takes a second.  ``cache.simulate`` compiles both methods if numba can.
+    ``learn`` is called after 512 releases of blocks, then whenever the number of releases has grown
+    by 25 %.  Before the first call all worths are 0, which is LRU.  Ages are in milliseconds; where
+    times are unknown each release takes a second.  ``cache.simulate`` compiles both methods if
+    numba can.
     """
 
     num_classes: int
@@ -90,13 +90,13 @@ class ClassPolicy(EvictionPolicy):
     @staticmethod
     @abc.abstractmethod
     def learn(returned: np.ndarray, gone: np.ndarray, worths: np.ndarray) -> None:
-        """Write to ``worths``, ``(num_classes, NUM_BINS + 1)``, what a block is worth.
+        """Write the worth of a block to ``worths``, ``(num_classes, NUM_BINS + 1)``.
 
         Column b is for the beginning of age bin b; in between the worth is interpolated.
-        ``returned``, ``(num_classes, NUM_BINS)``, are the weights of blocks that returned, by their
-        age then.  ``gone``, ``(num_classes,)``, are those of blocks that were evicted and did not
-        return.  All are float64; only ``worths`` may be written to.  Worths must be finite.
-        Compiled code does not check indices.
+        ``returned``, ``(num_classes, NUM_BINS)``, holds the weights of blocks that returned, by
+        their age then, and ``gone``, ``(num_classes,)``, the weights of blocks that were evicted
+        and did not return.  All are float64; only ``worths`` may be written to.  Worths must be
+        finite.  Compiled code does not check indices.
         """
 
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
@@ -149,7 +149,7 @@ class ClassPolicy(EvictionPolicy):
         self._access(blocks)
 
     def _access(self, blocks: Sequence[int]) -> None:
-        """Give released blocks their classes.  The replay compiles this method as it is."""
+        """Give released blocks their classes.  Compiled as it is."""
         if math.isnan(self._request.time_ms):
             self._now += 1000.0
         if self._num_releases >= self._learn_at:
@@ -198,7 +198,7 @@ class ClassPolicy(EvictionPolicy):
 
     def _choose(self) -> int:
         """The oldest block of the class worth least.  Compiled as it is, as is ``remove``."""
-        if self._class >= 0:  # what was released right after the last victim is worth as much
+        if self._class >= 0:  # a block released right after the last victim is worth as much
             block = self._oldest(self._class)
             if block >= 0:
                 record = self._blocks[block]

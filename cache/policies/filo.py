@@ -8,7 +8,7 @@ from cache.policies.priority import BlockHistory, PriorityPolicy
 class FILO(PriorityPolicy):
     """Evicts the block whose content came in last: ``filo`` of SGLang's radix cache.
 
-    What came first stays for good, such as an agent's system prompts.
+    Early content stays for good, such as an agent's system prompts.
     """
 
     name = "filo"

@@ -16,11 +16,11 @@ _SHAPE = 8, 5, 4
 _GROUP = _SHAPE[1] * _SHAPE[2]
 """Classes of blocks with the same uses."""
 _SHRINKAGE = 10.0
-"""With so much evidence a class counts as much as its group, and a group as much as 0."""
+"""At this weight of evidence a class counts as much as its group, and a group as much as 0."""
 
 
 class Gittins(ClassPolicy):
-    """Evicts the block that returns least per block and time, by its class and age (PageLab).
+    """Evicts the block with the fewest expected hits per block and time (PageLab).
 
     The class of a block: log2 of its uses, log4 of the output length of the request that released
     it, and log4 of the time since the deepest block of the prompt that was known had been used
@@ -45,10 +45,11 @@ class Gittins(ClassPolicy):
         """Write Gittins indices (1979) to ``worths``.
 
         The hazard of a class in an age bin is returned / reached (Kaplan and Meier, 1958).  With
-        little evidence it is shrunk to that of the classes with the same uses, and this to 0.  With
-        S(a) the share still out at age a, the index is the maximum over T > a of (S(a) - S(T)) /
-        integral of S from a to T: the hits per block and time if a block of age a is kept until T
-        at most.  A class is worth at least what fewer uses are, so the end of a prompt goes first.
+        little evidence it is shrunk to the hazard of all classes with the same uses, which is
+        shrunk to 0.  With S(a) the share still out at age a, the index is the maximum over T > a
+        of (S(a) - S(T)) / integral of S from a to T: the hits per block and time if a block of age
+        a is kept until T at most.  The index of a class is at least the index of the classes with
+        fewer uses, so the end of a prompt is evicted first.
         """
         hazards = 0.0 * returned
         for begin in range(0, len(gone), _GROUP):
@@ -57,9 +58,9 @@ class Gittins(ClassPolicy):
                 back = returned[begin : begin + _GROUP, bin_]
                 reached += back
                 of_group = back.sum() / (reached.sum() + _SHRINKAGE)
-                for place in range(_GROUP if of_group else 0):
-                    returns = back[place] + _SHRINKAGE * of_group
-                    hazards[begin + place, bin_] = returns / (reached[place] + _SHRINKAGE)
+                for at in range(_GROUP if of_group else 0):
+                    returns = back[at] + _SHRINKAGE * of_group
+                    hazards[begin + at, bin_] = returns / (reached[at] + _SHRINKAGE)
         for class_ in range(len(gone)):
             row = [float(hazard) for hazard in hazards[class_]]  # numpy's numbers are slow
             end = NUM_BINS

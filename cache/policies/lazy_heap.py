@@ -14,8 +14,7 @@ class LazyHeap(Generic[Item]):
     """Hashable items by rising priority; ties by order of arrival.
 
     A priority is one number or several, compared in order.  A removed item leaves a stale entry in
-    the heap, which is dropped at the top, or with all others when most entries are stale:
-    O(log n) amortised.
+    the heap.  It is dropped at the top, or when most entries are stale: O(log n) amortised.
     """
 
     def __init__(self) -> None:

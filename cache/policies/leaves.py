@@ -25,7 +25,7 @@ class Node:
     value: float = -1.0
     """A number of a subclass, not negative; -1 until it is set."""
     time: float = 0.0
-    """Another one."""
+    """A second number of a subclass."""
 
 
 class LeafPolicy(EvictionPolicy):
@@ -34,9 +34,9 @@ class LeafPolicy(EvictionPolicy):
     A subclass may keep the leaves in another order.  If every released block has a child (the
     owner released a prompt from its head), the block released first is evicted.
 
-    The methods of built-in subclasses are compiled for the replay as they are, but for a few that
-    ``cache.replay.compiled_leaves`` replaces.  They use numbers, lists of them, nodes, and what
-    that file has of the containers.
+    The replay compiles the methods of built-in subclasses as they are, except for a few that
+    ``cache.replay.compiled_leaves`` replaces.  They use numbers, lists of numbers, nodes, and the
+    containers of ``cache.replay.containers``.
     """
 
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:

@@ -12,7 +12,7 @@ class Marconi(LeafPolicy):
     """Evicts the leaf of least recency + ``alpha`` * FLOP efficiency (Pan et al., MLSys 2025).
 
     Both are normalised to [0, 1] over the cached blocks: recency from the oldest to the newest
-    access, and FLOPs saved per byte.  With attention alone the latter grows with the depth of a
+    access, and FLOPs saved per byte.  With attention alone the efficiency grows with the depth of a
     block in its prompt, so deep blocks stay longer than under LRU.  ``alpha`` = 0 is LRU.
 
     The publication serves models with recurrent layers, admits only some of their states, and fits

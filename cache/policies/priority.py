@@ -69,15 +69,15 @@ class _Record:
     inserted: int = 0
     accesses: int = 0
     priority: float = math.nan
-    queued: int = 0  # since when it has this priority: the place among equals
+    queued: int = 0  # since when it has this priority; settles ties
 
 
 class PriorityPolicy(EvictionPolicy):
     """Evicts the released block with the smallest ``priority``; ties: first queued goes first.
 
     A subclass defines ``priority``, a static method from :class:`BlockHistory` to a number, which
-    the policy calls once per release.  A block whose priority did not change keeps its place in
-    the queue.  ``cache.simulate`` compiles it if numba can, and otherwise runs it in Python.
+    the policy calls once per release.  A block whose priority did not change keeps its queue
+    position.  ``cache.simulate`` compiles it if numba can, and otherwise runs it in Python.
     """
 
     ghost_ratio: float = 0.0
@@ -207,7 +207,7 @@ class PriorityPolicy(EvictionPolicy):
         return math.nan if self._next_use is None else self._next_use(block)
 
     def _release(self, block: int) -> None:
-        """The replay compiles this method as it is."""
+        """Rank a released block.  Compiled as it is."""
         record = self._records[block]
         inserted = record.inserted or self._time
         priority = self.rank(

@@ -1,4 +1,4 @@
-"""Eviction that knows the waiting line."""
+"""Eviction that knows the waiting queue."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from cache.policies.wrapping import WrappingPolicy
 
 
 class QueueInformed(WrappingPolicy):
-    """``policy``, but what waiting requests ask for goes last (vLLM, RFC 48485).
+    """``policy``, but content that waiting requests ask for is evicted last (vLLM, RFC 48485).
 
     Victims that ``policy`` chooses are spared while a waiting request asks for their content.  If
-    nothing else is left, the block goes whose first such request is last in the queue, and of one
-    request the deepest.  The RFC looks at the first ``max_num_seqs`` requests and falls back to
-    LRU; here the whole queue counts.  Without ``on_queued`` it is ``policy``.
+    all blocks are spared, it evicts the block whose first such request is last in the queue; ties:
+    the deepest.  The RFC looks at the first ``max_num_seqs`` requests and falls back to LRU; here
+    the whole queue counts.  Without ``on_queued`` it is ``policy``.
 
     ``policy`` is a name (``options`` are its options) or an object.
     """

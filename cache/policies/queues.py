@@ -21,16 +21,16 @@ class Queue(OrderedDict[int, None]):
 class QueuePolicy(EvictionPolicy):
     """Keeps every resident block in one of several queues.
 
-    A subclass says where a block goes when it comes in (``_admit``), what an access to a resident
-    block changes (``_hit``) and which block to give up (``_choose``).  Blocks in use stay in their
-    queues, so that queue lengths agree with the papers; a
-    search for a victim that meets one at the head of its queue moves it to the end.
+    A subclass defines the queue of a new block (``_admit``), the effect of an access to a resident
+    block (``_hit``) and the block to give up (``_choose``).  Blocks in use stay in their queues, so
+    that queue lengths agree with the papers.  A search for a victim that meets a block in use at
+    the head of its queue moves it to the end.
 
     A subclass that remembers evicted keys makes ``_ghosts`` in ``_reset``, adds to it in
-    ``_choose`` (``_remember``) and finds what it held of a key that came back (``_recalled``).
+    ``_choose`` (``_remember``) and reads the value of a key that came back (``_recalled``).
 
-    The methods of built-in subclasses are compiled for the replay as they are.  They use numbers,
-    queues, ghosts, dicts by block, and the methods of this class.
+    The replay compiles the methods of built-in subclasses as they are.  They use numbers, queues,
+    ghosts, dicts by block, and the methods of this class.
     """
 
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
@@ -173,7 +173,7 @@ class QueuePolicy(EvictionPolicy):
         return True
 
     def _recalled(self, block: int) -> int:
-        """What the ghost of the new ``block`` held; 0 if it was not recalled."""
+        """The value of the ghost of the new ``block``; 0 without a ghost."""
         return self._returning.get(self._keys[block], 0)
 
     def _forget_oldest(self, ghosts: GhostList) -> None:
@@ -181,14 +181,14 @@ class QueuePolicy(EvictionPolicy):
 
 
 class GhostList:
-    """Keys of evicted blocks, the oldest forgotten first, each with a value."""
+    """Maps keys of evicted blocks to values, and forgets the oldest key first."""
 
     def __init__(self, capacity: float) -> None:
         self.capacity = capacity
         self._values: OrderedDict[Hashable, Any] = OrderedDict()
 
     def add(self, key: Hashable, value: Any = 0) -> None:
-        """Remember ``key`` as the newest, forgetting the oldest ones beyond the capacity."""
+        """Remember ``key`` as the newest and forget the oldest keys beyond the capacity."""
         self._values.pop(key, None)
         self._values[key] = value
         while len(self._values) > self.capacity:
@@ -199,7 +199,7 @@ class GhostList:
         return self._values.pop(key, None)
 
     def forget_oldest(self) -> None:
-        """Forget the oldest key, if there is one."""
+        """Forget the oldest key.  Does nothing for an empty list."""
         if self._values:
             self._values.popitem(last=False)
 

@@ -6,10 +6,10 @@ from cache.policies.priority import BlockHistory, PriorityPolicy
 
 
 class ReuseOracle(PriorityPolicy):
-    """Evicts the oldest of the blocks that are never used again, then the others by LRU.
+    """Evicts the oldest block that is never used again; if there is none it is LRU.
 
-    It shows what a perfect predictor of *whether* a block returns would gain.  It does not know
-    *when*, as Belady's optimum does.  It needs the whole trace in advance.
+    It shows the gain of a perfect predictor of *whether* a block returns.  It does not know *when*,
+    as Belady's optimum does.  It needs the whole trace in advance.
     """
 
     name = "reuse_oracle"

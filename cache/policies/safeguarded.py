@@ -17,9 +17,9 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
     It follows the LRU cache that its owner would have, blocks without content included.  The
     *balance* is its hits less LRU's hits plus ``budget`` x references, and at most the capacity.
     *Missing* are the blocks that LRU holds and the pool does not.  A block that ``policy`` gives up
-    is set aside with the blocks that continue it.  Of the leaves set aside, one that LRU does not
-    hold is evicted.  If there is none, one that LRU holds is evicted if missing + 1 <= balance;
-    otherwise ``policy`` is asked again.
+    is set aside with the blocks that continue it.  It first evicts a set-aside leaf that LRU has
+    already evicted.  If there is none, it evicts a set-aside leaf if missing + 1 <= balance, and
+    otherwise asks ``policy`` for the next victim.
 
     The bound is proven from the first request on, in serial replay of traces whose ids are unique
     to their prefix and in managers one request at a time: docs/eviction-study.md says what else it
@@ -44,9 +44,10 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
     def _reset(self) -> None:
         self._balance = 0.0
         self._missing: OrderedDict[Hashable, None] = OrderedDict()
-        self._lru: OrderedDict[Hashable, None] = OrderedDict()  # what LRU holds and may evict,
-        self._in_use: OrderedDict[Hashable, None] = OrderedDict()  # and may not
-        # What LRU holds or gets, and is to be inserted here.
+        # Contents of the LRU cache that it may evict, and those in use.
+        self._lru: OrderedDict[Hashable, None] = OrderedDict()
+        self._in_use: OrderedDict[Hashable, None] = OrderedDict()
+        # Contents that LRU has, or gets, and that will be inserted here.
         self._awaited: OrderedDict[Hashable, None] = OrderedDict()
 
     insert = LeafPolicy.insert
@@ -133,14 +134,14 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
             self._withdraw(other)
         if original.value < 0:
             self.policy.remove(other)
-        for one, at in ((node, block), (original, other)):
-            if one.parent >= 0:
-                del self._nodes[one.parent].children[at]
-        for one, at in ((node, other), (original, block)):
-            self._nodes[at], self._with_key[one.key] = one, at
-            one.released, one.value = at == other, 1.0 if at == other else -1.0
-            if one.parent >= 0:
-                self._nodes[one.parent].children[at] = None
+        for moved, at in ((node, block), (original, other)):
+            if moved.parent >= 0:
+                del self._nodes[moved.parent].children[at]
+        for moved, at in ((node, other), (original, block)):
+            self._nodes[at], self._with_key[moved.key] = moved, at
+            moved.released, moved.value = at == other, 1.0 if at == other else -1.0
+            if moved.parent >= 0:
+                self._nodes[moved.parent].children[at] = None
         for child in original.children:
             self._nodes[child].parent = block
         self._offer(other)
@@ -155,7 +156,7 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
         self.policy.release_many(blocks)
 
     def _offer(self, block: int) -> None:
-        if self._nodes[block].value >= 0:  # set aside; what LRU lacks goes first
+        if self._nodes[block].value >= 0:  # set aside; contents that LRU lacks are evicted first
             self._leaves.push(block, 1.0 if self._key_of(block) in self._lru else 0.0)
 
     def _withdraw(self, block: int) -> None:
@@ -163,7 +164,7 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
             self._leaves.remove(block)
 
     def _take(self) -> int:
-        # LRU takes a block, too; as many as here are without content or hold what is awaited.
+        # LRU needs a block, too, and one for each block without content or with awaited content.
         self._shrink(self._num_nodes() + len(self._awaited) - 1)
         may_lose = 1.0 if len(self._missing) + 1 <= self._balance else 0.0
         while self._leaves.least() > may_lose:
@@ -177,7 +178,7 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
         return len(self._nodes)
 
     def _next_victim(self) -> int:
-        """What ``policy`` gives up; -1 if it has none, where blocks in use are copies."""
+        """The next victim of ``policy``; -1 if it has none, where blocks in use are copies."""
         if not len(self.policy):
             return -1
         block = self.policy.evict()

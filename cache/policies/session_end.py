@@ -11,9 +11,9 @@ _ENDED = 2.0**40
 class SessionEnd(PriorityPolicy):
     """LRU that is told which request is the last of its session (vLLM, RFC 52113).
 
-    The blocks of that request go first, the oldest of them before others, until they are used
-    again.  Where it is not told it is LRU.  The hints of a trace are always right: an upper bound
-    on those of a real client.
+    The blocks of that request are evicted first, the oldest before the newer ones, until they are
+    used again.  Without session end hints it is LRU.  The hints of a trace are always right, so its
+    hit rate is an upper bound of the hit rate with the hints of a real client.
     """
 
     name = "session_end"

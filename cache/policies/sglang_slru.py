@@ -15,7 +15,7 @@ _PROTECTED = 2.0**40
 
 
 class SGLangSLRU(PriorityPolicy):
-    """LRU among the blocks used fewer than ``threshold`` times, then among the others.
+    """LRU among the blocks used fewer than ``threshold`` times, then among all blocks.
 
     ``slru`` of SGLang's radix cache (pull request 18843).  Its segments have no size, so a block
     that was used ``threshold`` times stays until no other is left.  ``slru`` is the policy of

@@ -19,8 +19,8 @@ class TailOptimizedLRU(PriorityPolicy):
 
     A conversation has L blocks, and its next prompt is expected to add ``next_blocks``.  It is
     answered in time if at most ``threshold_blocks`` of it must be computed.  So the blocks from L +
-    next_blocks - threshold_blocks on are spare and go first, the oldest before others: hits on them
-    would not shorten the longest waits.
+    next_blocks - threshold_blocks on are spare: hits on them would not shorten the longest waits.
+    They are evicted first, by LRU.
 
     L is the prompt and its answer.  The publication has no prefixes that conversations share; here
     a block counts with the request that used it last.  Without a request it is LRU.

@@ -19,9 +19,9 @@ class WorkloadAware(LeafPolicy):
     compares one block per category.
 
     The publication classifies requests by kind and turn.  Here only the turn is known: one more
-    than the turn of the deepest block found, up to ``max_turn``.  What it leaves
-    open: shares and rates are counted over all releases of a category so far, a life is the
-    moving average of the age of victims (weight 0.01), and only leaves are evicted.
+    than the turn of the deepest block found, up to ``max_turn``.  Our choices: shares and rates are
+    counted over all releases of a category so far, a life is the moving average of the age of
+    victims (weight 0.01), and only leaves are evicted.
     """
 
     name = "workload_aware"

@@ -8,10 +8,10 @@ from cache.policies.base import EvictionPolicy, RequestInfo
 
 
 class WrappingPolicy(EvictionPolicy):
-    """Passes on to ``policy`` what the owner of the blocks says of requests and contents.
+    """Calls the same method of ``policy`` for each call about a request or a content.
 
-    ``policy`` is a name (``options`` are its options) or an object.  A subclass says what else it
-    is told (``pin``, ``release``) and what is evicted.  Among several bases this one comes first.
+    ``policy`` is a name (``options`` are its options) or an object.  A subclass defines ``pin``,
+    ``release`` and ``evict``.  Among several bases this one comes first.
     """
 
     def __init__(self, policy: str | EvictionPolicy = "lru", **options) -> None:

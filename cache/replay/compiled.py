@@ -34,7 +34,7 @@ _EXACT = 2.0**53
 
 
 def operations_of(policy: EvictionPolicy, trace: Trace, capacity: int) -> Operations | None:
-    """The policy in compiled code, at its start; None if some of it cannot be compiled."""
+    """The policy in compiled code, at its start.  None means that it must run in Python."""
     if not policy.compilable:
         return None
     if isinstance(policy, QueueInformed):  # nobody waits in a replay

@@ -1,4 +1,4 @@
-"""``QueuePolicy`` in compiled code: what the methods of its subclasses call.
+"""``QueuePolicy`` in compiled code: the methods that its subclasses call.
 
 A queue or a list of ghosts is a circular list by age in one array of records.  There are first a
 record for each block, then one for the ghost of each, and at last the end of each list; the number
@@ -17,8 +17,8 @@ from cache.replay.operations import Operations
 from cache.traces.trace import Trace
 
 _OF_ALL = "older", "newer", "list", "value"
-"""Neighbours, the end of the list (0: in none), and a number: of a ghost its value, of a block what
-its ghost held, of an end the capacity."""
+"""Neighbours, the end of the list (0: in no list), and a number: the value of a ghost, for a block
+the value of its ghost, for an end the capacity."""
 _OF_ENDS = "length", "num_released"
 _OF_BLOCKS = "in_use", "is_new"
 _RECORD = np.dtype([(name, np.int64) for name in (*_OF_ALL, *_OF_ENDS, *_OF_BLOCKS)])

@@ -48,9 +48,10 @@ class Operations(NamedTuple):
 def replay_of(
     name: str, operations_of: Callable[[Trace, int], Operations | None]
 ) -> Callable[[Trace, int], tuple[np.ndarray, np.ndarray]] | None:
-    """``replay(trace, capacity)``; None, with a warning, if numba cannot compile the policy.
+    """Make ``replay(trace, capacity)``, which returns hits and evictions of each request.
 
-    None as well if it has no ``Operations``, or its integers are too large at once.
+    Returns None for a policy that needs Python: it has no ``Operations``, its integers are too
+    large, or, with a warning, numba cannot compile it.
     """
 
     def replay(trace: Trace, capacity: int) -> tuple[np.ndarray, np.ndarray]:
@@ -72,7 +73,7 @@ def replay_of(
         except Exception:
             if run.signatures or not _KINDS[key].is_built_in:
                 raise
-            run.recompile()  # what is kept on disk may be damaged, or of classes that are no more
+            run.recompile()  # the cached replay may be damaged, or name a class that was renamed
             replay(trace, 1)
     except OverflowError:
         return None
@@ -195,16 +196,16 @@ def _make(_typing_context, key, state):
 
 def _store(context, builder, self_type: _Self, state: Any, values):
     self = cgutils.alloca_once(builder, context.get_value_type(self_type.values))
-    for place, (name, of) in enumerate(self_type.attributes.items()):
-        value = builder.extract_value(values, place)
+    for i, (name, of) in enumerate(self_type.attributes.items()):
+        value = builder.extract_value(values, i)
         if isinstance(of, _Self):
-            value = _store(context, builder, of, state.types[place], value)
+            value = _store(context, builder, of, state.types[i], value)
         builder.store(value, _pointer(builder, self, self_type, name))
     return self
 
 
 class _Kind(NamedTuple):
-    """What the compiled code of ``Operations`` depends on, besides the types of its state."""
+    """All that the compiled code of ``Operations`` depends on, except the types of its state."""
 
     self_type: type[_Self]
     fields: tuple[tuple[str, str], ...]
@@ -256,7 +257,7 @@ def _with_closure(function: Callable) -> list[Callable]:
 
 @functools.cache
 def _digest() -> str:
-    """Of all files that a built-in policy may get code from."""
+    """Hash of all files that a built-in policy may get code from."""
     folders = (Path(cache.__file__).parent / name for name in ("policies", "replay"))
     files = sorted(file for folder in folders for file in folder.glob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

@@ -140,22 +140,22 @@ def simulate_serving(
 
 
 def most_hits(trace: Trace) -> int:
-    """The most that ``CacheStats.hit_blocks`` can be, in whatever order requests are served.
+    """Upper bound of ``CacheStats.hit_blocks`` for any order of the requests.
 
-    Of the full blocks of the prompts, those that repeat one of the trace.
+    It counts the full blocks of the prompts that repeat an earlier block of the trace.
     """
     import numpy as np
 
     if not trace.has_blocks:
         return 0
     counts = np.diff(trace.offsets)
-    places = np.arange(len(trace.block_ids)) - np.repeat(trace.offsets[:-1], counts)
-    ids = trace.block_ids[places < np.repeat(trace.input_lengths // trace.block_size, counts)]
+    depths = np.arange(len(trace.block_ids)) - np.repeat(trace.offsets[:-1], counts)
+    ids = trace.block_ids[depths < np.repeat(trace.input_lengths // trace.block_size, counts)]
     return len(ids) - len(np.unique(ids))
 
 
 def _previous(trace: Trace) -> list[int | None]:
-    """The request before each one of the same agent in the same session."""
+    """The previous request of the same agent in the same session, for each request."""
     if lacking := LOOP_COLUMNS - trace.columns.keys():
         raise ValueError(f"closed_loop: trace {trace.name!r} lacks {', '.join(sorted(lacking))}")
     latest: dict[tuple[float, float], int] = {}

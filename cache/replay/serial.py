@@ -1,6 +1,6 @@
 """Replay a request trace against an eviction policy: no GPU, no model, exact and fast.
 
-The replay is serial, one request after the other, and fixed to the last detail so that independent
+The replay is serial, one request at a time, and fixed to the last detail so that independent
 implementations agree:
 
 - requests in order of timestamp, ties in file order; a request is its list of block ids;
@@ -45,7 +45,7 @@ class SimulationResult:
     hit_blocks: int
     input_tokens: int
     hit_tokens: int | None
-    """Prompt tokens in hit blocks; None if the trace's block size is unknown."""
+    """Prompt tokens in hit blocks.  Unknown (None) without a block size."""
     evictions: int
     replay_seconds: float
     """Wall time of the whole replay, compilation excluded."""
@@ -59,7 +59,7 @@ class SimulationResult:
 
     @property
     def token_hit_rate(self) -> float | None:
-        """Share of all prompt tokens that need not be computed; None without a block size."""
+        """Share of all prompt tokens that hit.  Unknown (None) without a block size."""
         if self.hit_tokens is None:
             return None
         return self.hit_tokens / self.input_tokens if self.input_tokens else 0.0
@@ -85,8 +85,8 @@ def simulate(
     warm up the pool and the policy.
 
     Raises ValueError for a capacity below 1, options next to a policy object, an unknown policy or
-    option, a priority that is not a number, or a trace without block ids; RuntimeError for a policy
-    that evicts what it must not; TraceError for a file that cannot be read.
+    option, a priority that is not a number, or a trace without block ids; RuntimeError for a victim
+    that is not a released block; TraceError for a file that cannot be read.
     """
     capacity_blocks = at_least(1, "capacity_blocks", capacity_blocks, maximum=2**63 - 1)
     if not isinstance(counted, slice) or counted.step not in (None, 1):

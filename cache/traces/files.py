@@ -48,7 +48,7 @@ class TraceError(ValueError):
 
 
 def split_suffixes(path: Path) -> tuple[str, str | None, str | None]:
-    """``(name, format, compression)`` of a path; None for what its extensions leave open."""
+    """``(name, format, compression)`` of a path, with None for an unknown format or compression."""
     name, compression, file_format = path.name, None, None
     if path.suffix.lower() in COMPRESSIONS:
         compression = path.suffix.lower()
@@ -139,7 +139,7 @@ class RecordParser:
     """Parses the lines of one file in order.
 
     A call gives ``(timestamp_ms, input_length, output_length, hash_ids, further)``, or None for the
-    header of a CSV file.  ``further`` has the other numbers and texts of a JSON object.
+    header of a CSV file.  ``further`` has all further numbers and texts of a JSON object.
     Values come as the file has them, unchecked; CSV timestamps become milliseconds since the first
     row (precise to 1 us) and ``hash_ids`` ().  Raises ValueError for a line that does not parse,
     a missing field and a negative timestamp in JSON.
@@ -189,7 +189,7 @@ class RecordParser:
 def write_lines(path: Path, lines: Iterable[str]) -> None:
     """Write lines of text, compressed as the extension says; the same lines give the same bytes.
 
-    ``path`` is replaced when everything is written; a failure leaves what was there untouched.
+    ``path`` is replaced when everything is written; a failure leaves an existing file untouched.
     Raises ValueError for an extension other than ``.jsonl``, ``.jsonl.gz`` and ``.jsonl.zst``.
     """
     _, file_format, compression = split_suffixes(path)

@@ -62,7 +62,7 @@ class Trace:
 
     name: str
     block_size: int | None
-    """Tokens per block; None if unknown."""
+    """Tokens per block.  None means unknown."""
     timestamps_ms: np.ndarray
     """Arrival times, ``(num_requests,)`` float64, ascending."""
     input_lengths: np.ndarray
@@ -70,8 +70,8 @@ class Trace:
     output_lengths: np.ndarray
     """Generated tokens, ``(num_requests,)`` int64."""
     block_ids: np.ndarray
-    """Blocks of all requests one after the other, ``(num_block_references,)`` int32.  Ids are
-    dense: 0 to ``num_unique_blocks - 1`` by first appearance."""
+    """Blocks of all requests, concatenated, ``(num_block_references,)`` int32.  Ids are dense: 0 to
+    ``num_unique_blocks - 1`` by first appearance."""
     offsets: np.ndarray
     """Request ``i`` has ``block_ids[offsets[i]:offsets[i + 1]]``; ``(num_requests + 1,)`` int64."""
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -254,7 +254,7 @@ def load_trace(
     named after the file.  CSV traces have no blocks; their timestamps count from the first row.
     Further numbers and texts of a JSON object fill ``Trace.columns``.
 
-    ``block_size`` is what the publisher says; None infers it from the data.  Mooncake gives an id
+    ``block_size`` is the publisher's; None infers it from the data.  Mooncake gives an id
     to every block, a partly filled last one included: ``len(hash_ids) == ceil(input_length /
     block_size)``.  Other publishers number full blocks only: ``floor``.  Each request bounds the
     sizes that fit.  The first rule by which a power of two fits all requests decides: that power,
@@ -271,7 +271,7 @@ def load_trace(
     timestamp that is not a finite number of at least 0, a length that is not an integer of at least
     0, ``hash_ids`` that are not integers, repeat within a request, follow different ids in two
     lines or do not match ``input_length``, a further number that is not finite, a text that is not
-    Unicode, a key or column that comes twice, no request at all, and what exceeds a limit.  Raises
+    Unicode, a key or column that comes twice, no request at all, and an exceeded limit.  Raises
     ValueError for a ``block_size`` below 1 and OSError for a file that cannot be opened.
     """
     path = Path(path)
@@ -285,7 +285,7 @@ def read_requests(
 ) -> Trace:
     """The trace of the requests that ``parse`` finds in the lines of a file, None for no request.
 
-    Raises TraceError for what is wrong with a line, and for a file without requests.
+    Raises TraceError for a malformed line, and for a file without requests.
     """
     error, where = partial(TraceError, path), (lambda line: f"{path}:{line}")
     trace = collected(read_lines(path, **limit), parse, error, where, name, block_size)
@@ -327,8 +327,8 @@ def collected(
 ) -> Trace:
     """The trace of the requests that ``parse`` finds in ``rows``, pairs of a place and a row.
 
-    ``parse`` returns None for a row that is no request.  Raises ``error(place, reason)`` for what
-    is wrong with a row; ``where(place)`` names another row in a reason.
+    ``parse`` returns None for a row that is no request.  Raises ``error(place, reason)`` for a
+    malformed row; ``where(place)`` names a second row in a reason.
     """
     import numpy as np
 
@@ -414,7 +414,7 @@ def _column(values: list[float | str | None], num_requests: int) -> np.ndarray:
 
 @contextlib.contextmanager
 def placed(error: Callable[[Any, str], ValueError], place: Any) -> Iterator[None]:
-    """Raises ``error(place, reason)`` for what is wrong with a row."""
+    """Raise ``error(place, reason)`` for an error in a row."""
     try:
         yield
     except KeyError as missing:
@@ -452,7 +452,7 @@ def _ids(values) -> Sequence[int]:
 def _two_prefixes(
     block_ids: np.ndarray, offsets: np.ndarray, ids: Sequence[int]
 ) -> tuple[int, int, str] | None:
-    """Two requests, the later first, with one block after different blocks, and what they are."""
+    """Two requests, the later first, with one block after different blocks, and the reason."""
     import numpy as np
 
     before = np.append(np.int32(-1), block_ids)
@@ -523,7 +523,7 @@ def _infer_block_size(input_lengths: np.ndarray, num_blocks: np.ndarray) -> int 
 
 
 def _unlike_most(input_lengths: np.ndarray, num_blocks: np.ndarray) -> tuple[int, str] | None:
-    """The first request whose number of ids contradicts most others, and the reason.
+    """The first request whose number of ids contradicts most requests, and the reason.
 
     None if one size fits all requests, or no power of two fits most of them.
     """

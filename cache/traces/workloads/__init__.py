@@ -37,8 +37,8 @@ def make_workload(
 ) -> Trace:
     """Generate the synthetic workload ``name``; the same arguments give the same trace anywhere.
 
-    ``block_size`` (tokens), ``num_requests`` and ``options`` default to what the workload's
-    function (``WORKLOADS[name]``, which documents them) says.  Timestamps are whole milliseconds.
+    The function ``WORKLOADS[name]`` documents the options and has the defaults of ``block_size``
+    (tokens), ``num_requests`` and ``options``.  Timestamps are whole milliseconds.
 
     Raises ValueError naming the choices for an unknown name or option, and the bounds for a value
     out of range.

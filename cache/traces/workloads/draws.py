@@ -60,7 +60,7 @@ class Zipf:
         return bisect.bisect_right(self._cumulative, rng.random() * self._cumulative[-1])
 
     def draw_distinct(self, rng: np.random.Generator, count: int) -> list[int]:
-        """``count`` different ranks, sampled one after the other, then put in random order."""
+        """``count`` different ranks, sampled one by one, then put in random order."""
         import numpy as np
 
         # Gumbel's trick: the largest log weight plus noise are a draw without replacement.

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt; immutable, so that continuations share what they have in common."""
+    """A prompt; immutable, so that continuations can share its blocks."""
 
     num_tokens: int
     block_ids: list[int]
     """Its full blocks.  Shared with other prompts: not to be changed."""
     tail: tuple[int, ...]
-    """The tokens after the last full block: ``text, start, stop`` of one text after the other."""
+    """The tokens after the last full block: ``text, start, stop`` of each text in turn."""
 
 
 class PromptSpace:

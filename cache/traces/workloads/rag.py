@@ -38,7 +38,8 @@ def rag(
         document_tokens: Median length of a document; each has one length.
         question_tokens: Median length of a question.
         output_tokens: Median length of an answer.
-        length_sigma: Standard deviation of the logarithm of the other lengths (log-normal).
+        length_sigma: Standard deviation of the logarithm of all lengths but the system prompt's
+            (log-normal).
     """
     if documents_per_request > num_documents:
         raise ValueError(
