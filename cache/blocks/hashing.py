@@ -7,9 +7,8 @@ tokens, so there are extra keys, as in vLLM v1: the LoRA adapter, multi-modal in
 position relative to the block, and a cache salt that separates tenants.  The adapter and the salt
 enter the first block only; the chain carries them on.
 
-The hashed bytes are the parent's digest, 4 bytes per token, and the extra keys, each part tagged
-with its kind and length.  Different inputs never give the same bytes (also if a LoRA name equals a
-salt), so two blocks collide only if the digest itself does.
+The hashed bytes are the parent's digest, 4 bytes per token, and the extra keys, each part with its
+kind and length.  So different inputs, say an equal LoRA name and salt, never give the same bytes.
 
 With ``xxh3_128`` and ``sha256`` only the digests are compared: among a billion different blocks the
 chance that two 128-bit digests agree is below 2e-21.  ``xxh3_128`` can be attacked on purpose;

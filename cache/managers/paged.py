@@ -15,8 +15,8 @@ from cache.managers.base import MIDDLE, CacheManager, CacheOptions, Copies, Tabl
 class Paged(CacheManager):
     """A set of free blocks and a table of (block, filled) per sequence: no sharing, no reuse.
 
-    The design of paged-attention-minimal (tspeterkim), the least that a paged cache needs.  Memory
-    is wasted only in the last block of a sequence.  docs/deviations.md lists the differences.
+    The design of paged-attention-minimal (tspeterkim).  Only the last block of a sequence wastes
+    memory.  docs/deviations.md lists the differences.
 
     ``bytes_per_slot`` is the size of one token's K and V in all layers, see ``cache.sizing``.  With
     the default 1, ``fragmented_bytes`` counts slots.

@@ -16,16 +16,11 @@ from cache.policies import as_policy
 
 @dataclass(slots=True, eq=False)
 class PooledTable(Table):
-    """The blocks of one sequence.
-
-    Attributes:
-        num_cached_blocks: leading blocks that can be found by their hash.
-        num_given_back: leading blocks that are FREED.
-    """
+    """The blocks of one sequence."""
 
     blocks: list[int] = field(default_factory=list)
-    num_cached_blocks: int = 0
-    num_given_back: int = 0
+    num_cached_blocks: int = 0  # leading blocks that can be found by their hash
+    num_given_back: int = 0  # leading blocks that are FREED
 
 
 class PooledManager(CacheManager):
@@ -102,9 +97,9 @@ class PooledManager(CacheManager):
         return -(-end // self.block_size)
 
     def _fill(self, table: PooledTable, num_blocks: int, end: int) -> None:
-        """Extend ``table`` to ``num_blocks`` blocks and cache its full blocks before ``end``.
+        """Extend ``table`` to at least ``num_blocks`` blocks and cache full ones before ``end``.
 
-        A smaller ``num_blocks`` takes none.  A block with an unknown token is not cached yet.
+        A block with an unknown token is not cached yet.
         """
         first = last = table.num_cached_blocks
         hashes: list[bytes] = []

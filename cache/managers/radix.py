@@ -46,8 +46,8 @@ class Radix(CacheManager):
 
     ``policy`` ranks nodes, not blocks.  A function of a block's history (``lru``, ``lfu``,
     ``fifo``, ``mru``, ``gdsf``, a user's ``PriorityPolicy``) gets the history of the node, as
-    SGLang's strategies do, with the differences that docs/deviations.md lists.  Any other policy
-    sees a node as its last block, which is in use while the node is locked or has children.
+    SGLang's strategies do.  Any other policy sees a node as its last block, which is in use while
+    the node is locked or has children.
     """
 
     name = "radix"

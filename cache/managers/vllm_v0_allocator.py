@@ -44,12 +44,7 @@ class LRUEvictor(EvictionPolicy):
         self._heap.remove(block)
 
     def release(self, block: int) -> None:
-        self.release_many((block,))
-
-    def release_many(self, blocks: Iterable[int]) -> None:
-        push, last_accessed, depths = self._heap.push, self._last_accessed, self._depths
-        for block in blocks:
-            push(block, last_accessed[block], -depths[block])
+        self._heap.push(block, self._last_accessed[block], -self._depths[block])
 
     def evict(self) -> int:
         _, block = self._heap.pop()

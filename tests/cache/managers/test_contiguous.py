@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+
+import manager_helpers
 import pytest
 
-from cache import AllocStatus, Sequence, make_manager
-from cache.managers import Contiguous
+from cache import AllocStatus, Sequence
 
-
-def manager_of(num_blocks: int = 16, block_size: int = 1, **options) -> Contiguous:
-    return make_manager("contiguous", num_blocks=num_blocks, block_size=block_size, **options)
+manager_of = functools.partial(manager_helpers.manager_of, "contiguous", block_size=1)
 
 
 def test_a_waiting_request_needs_a_run_for_all_that_it_reserves():
-    manager = manager_of(32, reservation="pow2", final_length=lambda seq: seq.num_prompt_tokens + 3)
+    manager = manager_of(
+        num_blocks=32, reservation="pow2", final_length=lambda seq: seq.num_prompt_tokens + 3
+    )
     sequences = [Sequence(i, [1]) for i in range(4)]  # 1 + 4 slots in a run of 8
     for seq in sequences:
         manager.allocate(seq)
@@ -27,7 +29,7 @@ def test_a_waiting_request_needs_a_run_for_all_that_it_reserves():
 
 
 def test_sequences_longer_than_they_may_be():
-    manager = manager_of(16, max_model_len=8)
+    manager = manager_of(num_blocks=16, reservation="max", max_model_len=8)
     seq = Sequence(0, [1] * 8)
     assert manager.can_allocate(Sequence(1, [1] * 9)) is AllocStatus.NEVER
     with pytest.raises(ValueError, match=r"9 tokens.*max_model_len=8"):
@@ -44,7 +46,7 @@ def test_sequences_longer_than_they_may_be():
 
 @pytest.mark.parametrize("final", [4, 17])
 def test_a_wrong_oracle_is_named(final):
-    manager = manager_of(reservation="oracle", final_length=lambda seq: final)
+    manager = manager_of(num_blocks=16, reservation="oracle", final_length=lambda seq: final)
     with pytest.raises(ValueError, match=f"5 tokens, final length {final}, max_model_len=16"):
         manager.allocate(Sequence(0, [1] * 5))
     manager.check_invariants()

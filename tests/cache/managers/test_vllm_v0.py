@@ -84,14 +84,9 @@ def test_a_sequence_is_swapped_in_the_right_direction_only():
             call(seq)
     manager.swap_out(seq)
     before = state_of(manager)
-    for call in (
-        manager.swap_out,
-        manager.can_swap_out,
-        manager.append,
-        manager.can_append,
-        manager.mark_blocks_as_computed,
-        lambda seq: manager.fork(seq, seq.fork("b")),
-    ):
+    refused = [manager.swap_out, manager.can_swap_out, manager.append, manager.can_append]
+    refused += [manager.mark_blocks_as_computed, lambda seq: manager.fork(seq, seq.fork("b"))]
+    for call in refused:
         with pytest.raises(ValueError, match="sequence 'a' is swapped out"):
             call(seq)
     assert state_of(manager) == before
