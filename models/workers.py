@@ -41,17 +41,6 @@ class Workers:
         self.close = weakref.finalize(self, _close, processes, connections, store)
         _started.add(self)
 
-    def wait_until_ready(self) -> None:
-        """Raises RuntimeError if a worker ends before it is ready to join."""
-        for rank, connection in enumerate(self._connections, start=1):
-            try:
-                connection.recv()
-            except EOFError:
-                raise RuntimeError(
-                    f"tensor-parallel rank {rank} ended as it started.  Is this a script without "
-                    '`if __name__ == "__main__":`?  The ranks import it.'
-                ) from None
-
     def call(self, method: str, *arguments: object, **options: object) -> None:
         """Call a method of every worker's engine.  Raises RuntimeError if a worker has ended."""
         for rank, connection in enumerate(self._connections, start=1):
@@ -164,7 +153,14 @@ def start_workers(size: int, device: torch.device, make_engine: Callable[[], Eng
             of_worker.close()
             processes.append(process)
             connections.append(connection)
-        workers.wait_until_ready()
+        for rank, connection in enumerate(connections, start=1):
+            try:
+                connection.recv()  # "ready"
+            except EOFError:
+                raise RuntimeError(
+                    f"tensor-parallel rank {rank} ended as it started.  Is this a script without "
+                    '`if __name__ == "__main__":`?  The ranks import it.'
+                ) from None
         if device.type == "cuda":
             torch.cuda.set_device(0)
         _join(0, size, device.type, store)

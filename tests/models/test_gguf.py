@@ -96,11 +96,9 @@ def make_gguf(transformers, tmp_path):
             if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
                 pairs = values.reshape(-1, 2, 8, *values.shape[1:])  # heads of 16, in halves
                 values = pairs.swapaxes(1, 2).reshape(values.shape)
-            values = (
-                values if kind == gguf.GGMLQuantizationType.F32 else gguf.quantize(values, kind)
-            )
-            key = gguf_name(name, try_suffixes=(".weight", ".bias"))
-            tensors.append((key, values, kind))
+            if kind != gguf.GGMLQuantizationType.F32:
+                values = gguf.quantize(values, kind)
+            tensors.append((gguf_name(name, try_suffixes=(".weight", ".bias")), values, kind))
         write(path, metadata.pop("general.architecture", architecture), metadata, tensors)
         return path, model
 
@@ -209,14 +207,14 @@ def test_unsupported_files_are_refused_by_name(fields, message, make_gguf):
         LLM(path, num_blocks=64)
 
 
-@pytest.mark.parametrize("keep", [3, 200, 6000, 40_000])
-def test_truncated_files_are_refused(keep, make_gguf):
+def test_truncated_files_are_refused(make_gguf):
     path, _ = make_gguf()
     whole = path.read_bytes()
-    assert keep < len(whole)
-    path.write_bytes(whole[:keep])
-    with pytest.raises(ValueError, match=r"llama\.gguf: damaged, or not a GGUF file"):
-        GGUF(path)
+    for keep in (3, 200, 6000, 40_000):
+        assert keep < len(whole)
+        path.write_bytes(whole[:keep])
+        with pytest.raises(ValueError, match=r"llama\.gguf: damaged, or not a GGUF file"):
+            GGUF(path)
 
 
 def test_unknown_quantisations_are_refused(make_gguf, monkeypatch):

@@ -123,18 +123,12 @@ def test_noise_seeds_differ_by_seed_sample_and_position():
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_top_k_1_and_a_tiny_top_p_are_greedy():
-    logits = torch.randn(20, 30, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(sample(logits, SamplingParams(top_k=1)), logits.argmax(-1))
-    assert torch.equal(sample(logits, SamplingParams(top_p=1e-9)), logits.argmax(-1))
-
-
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"top_k": 5}], ids=["", "top_p", "top_k"])
 def test_extreme_temperatures(options):
     logits = torch.randn(50, 8, generator=torch.Generator().manual_seed(1))
-    for temperature in (1e-5, 1e-30, 1e-40, 5e-324):
-        cold = sample(logits, SamplingParams(temperature=temperature, **options))
-        assert torch.equal(cold, logits.argmax(-1))
+    greedy = [options | {"temperature": t} for t in (1e-5, 1e-30, 1e-40, 5e-324)]
+    for fields in (*greedy, {"top_k": 1}, {"top_p": 1e-9}):
+        assert torch.equal(sample(logits, SamplingParams(**fields)), logits.argmax(-1))
     logits = torch.tensor([0.0, -math.inf, 1.0, 2.0]).expand(DRAWS, -1)
     for temperature in (1e5, 1e38, 1e300, 10**400):
         hot = sample(logits, SamplingParams(temperature=temperature, **options))
