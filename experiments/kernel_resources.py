@@ -71,13 +71,6 @@ def run_cell(cell: KernelResourcesCell) -> list[dict[str, Any]]:
     return [_resources(row, arch.max_warps) for row in resources_of_call(call, arch)]
 
 
-def _kernel_name(row: KernelResources) -> str:
-    """The kernel's name without `_kernel`; shared_prefix for prefill's kernel on a prefix."""
-    if "suffix_lens_ptr" in row.signature:
-        return "shared_prefix"
-    return row.kernel.strip("_").removesuffix("_kernel")
-
-
 def _resources(row: KernelResources, max_warps: int) -> dict[str, Any]:
     def same(*names: str) -> dict[str, Any]:
         return {name: getattr(row, name) for name in names}
@@ -90,9 +83,10 @@ def _resources(row: KernelResources, max_warps: int) -> dict[str, Any]:
     resident = row.resident_programs
     limits = ("registers", "shared memory", "tensor memory", "warps", "programs")
     warps = row.programs_per_multiprocessor * row.num_warps
+    on_prefix = "suffix_lens_ptr" in row.signature  # prefill's kernel
     return {
         **same("op", "config"),
-        "kernel": _kernel_name(row),
+        "kernel": "shared_prefix" if on_prefix else row.kernel.strip("_").removesuffix("_kernel"),
         "arch": row.arch,
         "tile_m": row.constants.get("TILE_M"),
         "tile_n": row.constants.get("TILE_N"),

@@ -1,12 +1,10 @@
 """A fake CUDA device, to run host code that otherwise needs a GPU.
 
-Its tensors report cuda:0 and lie in host memory.  PyTorch computes on the CPU, kernels run in
+Its tensors report cuda:0 and lie in host memory.  PyTorch computes on the CPU, and kernels run in
 Triton's interpreter.  Operands on two devices, pageable host memory in a kernel, and waits of the
 host during a graph capture raise.  A graph repeats the functions and launches of its capture.
-Waits, replays and the memory of live tensors are counted.
-
-Copies are done at once, but an event is over only when the host has waited for it.  This says
-nothing about speed, compiled kernels or overlapping work.
+Waits, replays and the memory of live tensors are counted.  Copies are done at once, but an event is
+over only when the host has waited for it.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ _SUBSCRIPTS = {_T.__getitem__, _T.__setitem__}
 _FROM_VALUES = {torch.tensor, torch.as_tensor}
 _READ_BY_THE_HOST = {
     _T.item, _T.tolist, _T.__bool__, _T.__int__, _T.__float__, _T.__index__, _T.equal, torch.equal,
-    _T.nonzero, torch.nonzero, torch.masked_select,
+    _T.nonzero, torch.nonzero,
 }  # fmt: skip
 
 
@@ -86,14 +84,14 @@ class _Functions(TorchFunctionMode):
 
     def _move(self, func, x, *args, non_blocking=False, **kwargs):
         """``x.to``, ``x.cpu`` or ``x.cuda``."""
-        places = [arg for arg in args if isinstance(arg, (str, torch.device))]
-        places += [kwargs.pop("device")] if kwargs.get("device") is not None else []
-        places += {_T.cpu: ["cpu"], _T.cuda: ["cuda"]}.get(func, [])
+        devices = [arg for arg in args if isinstance(arg, (str, torch.device))]
+        devices += [kwargs.pop("device")] if kwargs.get("device") is not None else []
+        devices += {_T.cpu: ["cpu"], _T.cuda: ["cuda"]}.get(func, [])
         others = [arg for arg in args if isinstance(arg, (torch.dtype, torch.Tensor))]
-        if not places or places == [torch.device("meta")] or _is_cuda(places[0]) == _on_gpu(x):
+        if not devices or devices == [torch.device("meta")] or _is_cuda(devices[0]) == _on_gpu(x):
             kind = CudaTensor if _on_gpu(x) else None
             return _gpu.run(_T.to, (x, *others), kwargs, kind) if others or kwargs else x
-        kind = CudaTensor if _is_cuda(places[0]) else PinnedTensor if non_blocking else None
+        kind = CudaTensor if _is_cuda(devices[0]) else PinnedTensor if non_blocking else None
         if not (non_blocking and (x.is_pinned() or _on_gpu(x))):
             _gpu.wait()
         return _gpu.run(_T.to, (x, *others), kwargs | {"copy": True}, kind)
@@ -129,9 +127,6 @@ class _Event:
     def record(self, stream: None = None) -> None:
         self.at, self.is_over = time.perf_counter(), False
         _gpu.events.append(self)
-
-    def query(self) -> bool:
-        return self.is_over
 
     def synchronize(self) -> None:
         if not self.is_over:

@@ -96,7 +96,7 @@ def time_calls(
 
 
 def clocks_mhz() -> tuple[int, int] | None:
-    """The card's present clocks of multiprocessors and memory; None without nvidia-smi."""
+    """The card's present clocks of multiprocessors and memory, or None without nvidia-smi."""
     command = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem", "--format=csv,noheader,nounits"]
     try:
         lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout

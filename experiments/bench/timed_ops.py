@@ -98,7 +98,7 @@ def case_of(shape: Shape, device: torch.device) -> Case:
 
 
 def _some(count: int) -> list[int]:
-    """First, middle and last of a number of things."""
+    """Indices of the first, middle and last of ``count`` elements."""
     return sorted({0, count // 2, count - 1})
 
 
@@ -258,7 +258,7 @@ def run_in_turns(cells: Sequence[Timed]) -> list[dict[str, Any] | Unavailable]:
         }
         try:
             rows |= gpu_timing.time_calls(calls, budget_ms=sum(cell.budget_ms for cell in ready))
-        except Exception as error:  # of a baseline, if the others can be timed without it
+        except Exception as error:  # of a baseline, if timing succeeds without the baselines
             for cell in [cell for cell in calls if cell.implementation in BASELINES]:
                 rows[cell] = _reason(cell, error)
                 del calls[cell]

@@ -1,4 +1,4 @@
-"""Times of operations on GPUs, measured by others: see README.md for source, licence and method.
+"""Published times of operations on GPUs: see README.md for source, licence and method.
 
 ``rows`` finds measured rows; ``grid`` interpolates between them:
 

@@ -116,7 +116,7 @@ class _Sizes(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class KernelCounters(_Sizes):
-    """The grid: ops x architectures x caches x batches, ours and others'."""
+    """The grid: ops x architectures x caches x batches x implementations."""
 
     sglang: Path | None = None
     """SGLang's decode_attention.py, to be counted too."""

@@ -1,4 +1,4 @@
-"""Modelled times of attention kernels on GPUs, judged on times that others measured.
+"""Modelled times of attention kernels on GPUs, judged on published times.
 
 The model (model.py) takes machine code, the launch's shape and data sheets. Three constants per GPU
 are fitted on half of the Triton decode rows of three GPUs, divided by a hash of the shape. The
@@ -11,8 +11,8 @@ bandwidth or operations at its peak, and 5 microseconds). ``misses.csv`` has the
 bars. ``bandwidth_least`` and ``bandwidth_most`` bound the shares of the bandwidth that fit as well
 as the fitted share, with the same latency and floor: the B200's share is not identified.
 
-The model then gives times of our decode and prefill, for even and skewed batches, with times of
-other kernels that others measured at the same shape.
+The model then gives times of our decode and prefill, for even and skewed batches, next to published
+times of other kernels at the same shape.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _judged() -> pd.DataFrame:
 
 @functools.cache
 def constants(gpu: str, left_out: bool) -> Constants:
-    """Fitted to the GPU, or the mean of those of the other GPUs in ``FITTED``."""
+    """Constants fitted to the GPU, or if it is left out the mean constants of ``FITTED``."""
     if left_out:
         return Constants(*np.mean([constants(name, False) for name in FITTED if name != gpu], 0))
     rows = _judged().query("may_fit and gpu == @gpu")
@@ -170,8 +170,7 @@ def shapes(gpu: str) -> pd.DataFrame:
 
 
 def modelled(ours: pd.DataFrame) -> pd.DataFrame:
-    """Our kernels at shapes of one GPU, with the band of Triton's kernels, beside the times that
-    others measured for the same shapes.
+    """Modelled times of our kernels on one GPU, with a band and published times of the same shapes.
 
     ours: columns as of ``shapes``.
     """

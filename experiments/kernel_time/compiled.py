@@ -3,10 +3,10 @@
     python -m experiments.kernel_time.compiled decode_attention.py extend_attention.py \\
         triton_unified_attention.py
 
-The files are those of ``sglang/srt/layers/attention/triton_ops`` 0.5.14 and
-``vllm/v1/attention/ops`` 0.24.0. The kernels of the measured rows are compiled with the installed
-Triton. It must be 3.6, as in the measurements: its code for the B200 takes up to twice as long as
-that of 3.7. Without files our own kernels are compiled. Rows of other kernels stay.
+The files are from ``sglang/srt/layers/attention/triton_ops`` 0.5.14 and ``vllm/v1/attention/ops``
+0.24.0. The kernels of the measured rows are compiled with the installed Triton. It must be 3.6, as
+in the measurements: the code of 3.6 for the B200 takes up to twice the time of 3.7's. Without files
+our own kernels are compiled. Rows of other kernels stay.
 """
 
 from __future__ import annotations

@@ -7,11 +7,11 @@
 ``compiled.py`` writes the facts of each kernel to ``kernels.csv``; ``launch.py`` has the rules
 of the launching code. A pass of the loop over tiles takes
 
-- the cycles of its warp (``sass.py``), at a latency between those of L2 and of memory by the share
-  of the bytes that come from memory;
-- half of the instructions, shared-memory wavefronts and tensor-core cycles of the other warps that
-  reside on the multiprocessor;
-- its bytes, and those of spilled registers, at 64 per cycle.
+- the cycles of its warp (``sass.py``), at a latency between L2's and memory's by the share of the
+  bytes that come from memory;
+- half of the instructions, shared-memory wavefronts and tensor-core cycles of the warps that share
+  the multiprocessor;
+- its bytes and the bytes of spilled registers, at 64 per cycle.
 
 That time, the one of all resident programs' bytes at the memory's bandwidth, and the tensor cores'
 are joined by a 4-norm. Programs beyond the resident ones follow without a gap, and half a program
@@ -36,7 +36,7 @@ TABLE = Path(__file__).with_name("kernels.csv")
 
 # Chosen while looking at all rows of the H100, B200 and L40S, before a row of another was compared.
 CROWDING, L2_LATENCY, TAIL, NORM = 0.5, 0.3, 0.5, 4
-"""Share of others' work that a warp waits for; latency of L2 by memory's; part that runs alone."""
+"""Share of other warps' work that a warp waits for; L2's latency over memory's; part run alone."""
 SPILL_CYCLES, DISPATCH_CYCLES, LAUNCH_US = 2, 200, 1.6
 """Per spilled register of a warp; per start of a program; microseconds of a launch after two."""
 

@@ -67,31 +67,24 @@ def _vector(translation: Translation, operand: Operand) -> tuple:
 def _ld(translation: Translation) -> Step:
     space, kind = _space(translation), translation.kind
     target, source, *_hints = translation.operands
+    dtype = DTYPES[PACKED.get(kind, kind)]
     if space == "param":
-        return _load_parameter(translation, target, source, kind)
-    targets = _vector(translation, target)
-    address, dtype = _address(translation, source, space), DTYPES[PACKED.get(kind, kind)]
+        name, write_one = source.base, translation.write(target, kind)
+        if name not in dict(translation.program.parameters):
+            raise Unsupported(f"{name!r} is no parameter")
+        return lambda batch, mask: write_one(
+            batch, mask, np.frombuffer(batch.launch.parameters[name], dtype, 1, source.offset)
+        )
+    targets, address = _vector(translation, target), _address(translation, source, space)
     writes = [translation.write(one, kind) for one in targets]
     size = np.dtype(dtype).itemsize * len(targets)
-    constant = {"constant": True} if "nc" in translation.parts else {}
+    is_constant = "nc" in translation.parts
 
     def load(batch, mask):
         memory = batch.memory_of(space)
-        values = memory.load(batch, address(batch), mask, size, **constant).view(dtype)
+        values = memory.load(batch, address(batch), mask, size, constant=is_constant).view(dtype)
         for number, write in enumerate(writes):
             write(batch, mask, np.ascontiguousarray(values[:, number]))
-
-    return load
-
-
-def _load_parameter(translation: Translation, target: Operand, source: Operand, kind: str) -> Step:
-    name, dtype = source.base, DTYPES[kind]
-    if name not in dict(translation.program.parameters):
-        raise Unsupported(f"{name!r} is no parameter")
-    write = translation.write(target, kind)
-
-    def load(batch, mask):
-        write(batch, mask, np.frombuffer(batch.launch.parameters[name], dtype, 1, source.offset))
 
     return load
 
@@ -100,10 +93,12 @@ def _load_parameter(translation: Translation, target: Operand, source: Operand, 
 def _st(translation: Translation) -> Step:
     space, kind = _space(translation), translation.kind
     target, source, *_hints = translation.operands
-    if space == "param":
-        return _store_parameter(translation, target, source, kind)
-    sources = _vector(translation, source)
-    address = _address(translation, target, space)
+    if space == "param":  # of a call, which is a register here
+        if not isinstance(target.base, Register):
+            raise Unsupported("parameters are read-only")
+        read_one, write = translation.read(source, kind), translation.write(target.base, kind)
+        return lambda batch, mask: write(batch, mask, read_one(batch))
+    sources, address = _vector(translation, source), _address(translation, target, space)
     dtype = DTYPES[PACKED.get(kind, kind)]
     reads = [translation.read(one, kind) for one in sources]
 
@@ -114,14 +109,6 @@ def _st(translation: Translation) -> Step:
         batch.memory_of(space).store(batch, address(batch), mask, values.view(np.uint8))
 
     return store
-
-
-def _store_parameter(translation: Translation, target: Operand, source: Operand, kind: str) -> Step:
-    """Set a parameter of a call, which is a register here."""
-    if not isinstance(target.base, Register):
-        raise Unsupported("parameters are read-only")
-    read, write = translation.read(source, kind), translation.write(target.base, kind)
-    return lambda batch, mask: write(batch, mask, read(batch))
 
 
 @instruction("cp")
@@ -160,22 +147,17 @@ def _cp(translation: Translation) -> Step:
     return copy
 
 
-def _matrices(translation: Translation) -> tuple[int, bool]:
-    """(number of 8x8 matrices, whether they are transposed) of ldmatrix or stmatrix."""
-    translation.expect(
-        "sync", "aligned", "m8n8", "x1", "x2", "x4", "trans", "shared", "shared::cta"
-    )
-    if translation.kind != "b16":
-        raise Unsupported("only matrices of 16-bit elements are known")
-    return int(translation.one_of(("x1", "x2", "x4"))[1:]), "trans" in translation.parts
-
-
 @instruction("ldmatrix", "stmatrix")
 def _move_matrices(translation: Translation) -> Step:
     """8x8 matrices of 16-bit elements. Thread 8 i + r gives the address of row r, 16 bytes, of
     matrix i; register i of thread 4 r + c holds the elements 2 c and 2 c + 1 of row r, or with
     .trans of column r."""
-    loads, (count, transposed) = translation.parts[0] == "ldmatrix", _matrices(translation)
+    parts, counts = translation.parts, ("x1", "x2", "x4")
+    translation.expect("sync", "aligned", "m8n8", *counts, "trans", "shared", "shared::cta")
+    if translation.kind != "b16":
+        raise Unsupported("only matrices of 16-bit elements are known")
+    loads, transposed = parts[0] == "ldmatrix", "trans" in parts
+    count = int(translation.one_of(counts)[1:])
     registers, source = translation.operands if loads else reversed(translation.operands)
     registers, address = registers_in(registers), translation.address(source)
     if len(registers) != count:

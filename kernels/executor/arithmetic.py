@@ -113,38 +113,24 @@ def _high_half(kind: str):
     return exact
 
 
-@instruction("mul")
+@instruction("mul", "mad")
 def _mul(translation: Translation) -> Step:
-    kind = translation.kind
+    kind, adds = translation.kind, translation.parts[0] == "mad"
     if is_float(kind):
         return _floats(translation, operator.mul)
-    if "wide" in translation.parts:
-        wide = DTYPES[_doubled(kind)]
-        return elementwise(
-            translation, lambda a, b: a.astype(wide) * b.astype(wide), kind, _doubled(kind)
-        )
-    if "hi" in translation.parts:
-        return elementwise(translation, _high_half(kind), kind)
-    translation.expect("lo")
-    return elementwise(translation, operator.mul, kind)
-
-
-@instruction("mad")
-def _mad(translation: Translation) -> Step:
-    kind = translation.kind
     if "cc" in translation.parts:
         return _mad_with_carry(translation)
-    if "wide" not in translation.parts:
-        translation.expect("lo")
-        return elementwise(translation, lambda a, b, c: a * b + c, kind)
-    translation.expect("wide")
-    wide = DTYPES[_doubled(kind)]
-    return elementwise(
-        translation,
-        lambda a, b, c: a.astype(wide) * b.astype(wide) + c,
-        [kind, kind, _doubled(kind)],
-        _doubled(kind),
-    )
+    if "hi" in translation.parts and not adds:
+        return elementwise(translation, _high_half(kind), kind)
+    translation.expect("lo", "wide")
+    result = _doubled(kind) if "wide" in translation.parts else kind
+    dtype = DTYPES[result]
+
+    def multiply(a, b, *added):
+        product = a.astype(dtype, copy=False) * b.astype(dtype, copy=False)
+        return product + added[0] if adds else product
+
+    return elementwise(translation, multiply, [kind, kind, *[result] * adds], result)
 
 
 @instruction("madc")
@@ -208,8 +194,8 @@ def _div(translation: Translation) -> Step:
 
 
 def _extremum(integer, ignoring_nan):
-    """Translator for min or max (9.7.3.11, 9.7.3.12). If one operand is NaN, the result is the
-    other operand, or with .NaN the NaN. -0 is less than +0."""
+    """Translator for min or max (9.7.3.11, 9.7.3.12). The result is NaN if both operands are, with
+    .NaN if one is. -0 is less than +0."""
     sign = 1 if integer is np.maximum else -1
 
     def translate(translation: Translation) -> Step:
@@ -382,7 +368,7 @@ _COMPARISONS = {
     "ls": np.less_equal,
     "hi": np.greater,
     "hs": np.greater_equal,
-    # A NaN makes comparisons whose name ends in "u" true, and all others false, "ne" too (9.7.6).
+    # With a NaN, comparisons whose name ends in "u" are true. All else is false, also "ne" (9.7.6).
     "equ": lambda a, b: ~((a < b) | (a > b)),
     "neu": lambda a, b: ~(a == b),
     "ltu": lambda a, b: ~(a >= b),

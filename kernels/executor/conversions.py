@@ -1,9 +1,10 @@
-"""mov, cvt and what packs numbers into registers (PTX ISA 9.7.9)."""
+"""mov and cvt, with packed pairs (PTX ISA 9.7.9)."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from kernels.executor.accesses import registers_in
 from kernels.executor.formats import decode, encode, flush_subnormals
 from kernels.executor.operands import (
     DTYPES,
@@ -24,40 +25,21 @@ def _mov(translation: Translation) -> Step:
     translation.expect()
     target, source = translation.operands
     kind = translation.kind
-    if isinstance(target, tuple):
-        return _unpack(translation, target, source, kind)
-    if isinstance(source, tuple):
-        return _pack(translation, target, source, kind)
-    return elementwise(translation, lambda a: a, kind)
+    if not isinstance(target, tuple) and not isinstance(source, tuple):
+        return elementwise(translation, lambda a: a, kind)
+    targets, sources = registers_in(target), registers_in(source)
+    width = int(kind[1:])
+    from_kind, to_kind = f"b{width // len(sources)}", f"b{width // len(targets)}"
+    reads = [translation.read(one, from_kind) for one in sources]
+    writes = [translation.write(one, to_kind) for one in targets]
 
-
-def _piece(kind: str, count: int) -> str:
-    return f"b{int(kind[1:]) // count}"
-
-
-def _unpack(translation: Translation, targets: tuple, source, kind: str) -> Step:
-    piece = _piece(kind, len(targets))
-    read, count = translation.read(source, kind), len(targets)
-    writes = [translation.write(target, piece) for target in targets]
-
-    def unpack(batch, mask):
-        pieces = read(batch).view(DTYPES[piece]).reshape(-1, count)
+    def move(batch, mask):
+        given = np.broadcast_arrays(*[read(batch) for read in reads])
+        pieces = np.stack(given, 1).view(DTYPES[to_kind]).reshape(-1, len(writes))
         for number, write in enumerate(writes):
             write(batch, mask, np.ascontiguousarray(pieces[:, number]))
 
-    return unpack
-
-
-def _pack(translation: Translation, target, sources: tuple, kind: str) -> Step:
-    piece = _piece(kind, len(sources))
-    reads = [translation.read(source, piece) for source in sources]
-    write = translation.write(target, kind)
-
-    def pack(batch, mask):
-        pieces = np.broadcast_arrays(*[read(batch) for read in reads])
-        write(batch, mask, np.stack(pieces, 1).view(DTYPES[kind]).reshape(-1))
-
-    return pack
+    return move
 
 
 @instruction("cvta")

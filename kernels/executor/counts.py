@@ -1,4 +1,4 @@
-"""Counts of what a launch did: instructions, memory transactions, bank conflicts.
+"""Counts of a launch: instructions, memory transactions, bank conflicts.
 
 A request is one memory instruction of one warp. A request to global memory moves 32-byte sectors,
 which lie in 128-byte lines. Shared memory has 32 banks of 4 bytes. It serves a request in passes:

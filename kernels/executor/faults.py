@@ -37,8 +37,8 @@ class Fault(Exception):
             after "@".
         instruction: text of the PTX instruction.
         address: byte offset from the start of `tensor`, or in shared memory; lane << 16 | column
-            in tensor memory; None if the fault is not a memory access.
-        tensor: name of the kernel argument that is accessed; None outside global memory.
+            in tensor memory. None without a memory access.
+        tensor: name of the kernel argument that is accessed. None outside global memory.
     """
 
     def __init__(

@@ -162,7 +162,7 @@ class MatrixQueue(Queue):
         self.push(mask, [*results], operands)
 
     def _end(self, product, _ending, pending: np.ndarray) -> None:
-        held: np.ndarray = pending.reshape(self._batch.num_programs, -1).any(1)
+        held: Any = pending.reshape(self._batch.num_programs, -1).any(1)
         for number, (programs, chunks) in enumerate(operands := product[1]):
             over = ~held[programs]
             self._batch.shared.release_operands(programs[over], chunks[over])

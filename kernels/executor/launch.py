@@ -50,38 +50,30 @@ class LaunchRecord:
 
 @dataclass
 class Execution:
-    """All launches inside one `execute_ptx`, in order."""
+    """One `with execute_ptx`."""
 
+    _seed: int | None
+    _edit: Callable[[str, str], str] | None
+    _count: bool
+    _fresh: FreshMemory
+    _addresses: AddressBook
     launches: list[LaunchRecord] = field(default_factory=list)
+    """All launches, in order."""
 
     @property
     def warp_instructions(self) -> int:
         return sum(launch.warp_instructions for launch in self.launches)
 
-
-@dataclass
-class _Session:
-    """One `with execute_ptx`."""
-
-    execution: Execution
-    seed: int | None
-    edit: Callable[[str, str], str] | None
-    count: bool
-    fresh: FreshMemory
-    addresses: AddressBook
-
-    def run(self, function: _Function, grid, metadata, arguments: list) -> None:
-        ptx = self.edit(function.name, function.ptx) if self.edit else function.ptx
-        tables = self.addresses.named_in([value for _, kind, value in arguments if kind == "*i64"])
+    def _run(self, function: _Function, grid, metadata, arguments: list) -> None:
+        ptx = self._edit(function.name, function.ptx) if self._edit else function.ptx
+        tables = self._addresses.named_in([value for _, kind, value in arguments if kind == "*i64"])
         launch = Launch(
             ptx, grid, metadata.num_warps, function.shared_bytes, arguments, tables=tables,
-            fresh=self.fresh, seed=self.seed, count=self.count, dependent=metadata.launch_pdl,
+            fresh=self._fresh, seed=self._seed, count=self._count, dependent=metadata.launch_pdl,
         )  # fmt: skip
         name, counts = launch.kernel.program.name, launch.run()
         instructions = int(launch.executed.sum())
-        self.execution.launches.append(
-            LaunchRecord(name, grid, metadata.num_warps, instructions, counts)
-        )
+        self.launches.append(LaunchRecord(name, grid, metadata.num_warps, instructions, counts))
 
 
 class Launch:
@@ -182,7 +174,7 @@ def run_ptx(
     return launch.run() or Counts()
 
 
-_SESSIONS: list[_Session] = []
+_SESSIONS: list[Execution] = []
 
 
 @dataclass(frozen=True)
@@ -206,7 +198,7 @@ class _Launcher:
         for (name, kind), value in zip(self._arguments, values, strict=True):
             arguments += _flattened(name, kind, value)
         if x and y and z:
-            _SESSIONS[-1].run(function, (x, y, z), self._metadata, arguments)
+            _SESSIONS[-1]._run(function, (x, y, z), self._metadata, arguments)
 
 
 def _flattened(name: str, kind, value) -> list[tuple]:
@@ -221,7 +213,7 @@ def _flattened(name: str, kind, value) -> list[tuple]:
 def _count_instructions(call, quantiles=None, **_options):
     """Benchmark for autotuning: returns the warp instructions of `call` instead of a time. Its
     launches are not recorded."""
-    execution = _SESSIONS[-1].execution
+    execution = _SESSIONS[-1]
     before, launches = execution.warp_instructions, len(execution.launches)
     call()
     instructions = execution.warp_instructions - before
@@ -276,17 +268,6 @@ def _stop_at_ptx(*arguments):
     return None
 
 
-def _use_own_cache(stack: contextlib.ExitStack) -> None:
-    """Compile into the folder `executor` of Triton's cache until the stack is closed.
-
-    The cubins are empty. Triton 3.6 would load them on a GPU, as its cache key ignores the hook.
-    """
-    cache = triton.knobs.cache
-    stack.enter_context(cache.scope())
-    cache.dir = str(Path(cache.dir) / "executor")
-    cache.manager_class = FileCacheManager
-
-
 @contextlib.contextmanager
 def execute_ptx(
     architecture: str = "sm_90",
@@ -328,8 +309,11 @@ def execute_ptx(
         addresses = stack.enter_context(AddressBook())
         stack.enter_context(ops_of_this_project(version, MULTIPROCESSORS[architecture]))
         if not _SESSIONS:
-            _use_own_cache(stack)
-        session = _Session(Execution(), seed, edit, count, fresh, addresses)
+            # The cubins are empty. Triton 3.6 would load them on a GPU: its key ignores the hook.
+            cache = triton.knobs.cache
+            stack.enter_context(cache.scope())
+            cache.dir, cache.manager_class = str(Path(cache.dir) / "executor"), FileCacheManager
+        session = Execution(seed, edit, count, fresh, addresses)
         _SESSIONS.append(session)
         stack.callback(_SESSIONS.remove, session)
         driver.set_active(ours)
@@ -338,4 +322,4 @@ def execute_ptx(
         stack.callback(setattr, runtime, "add_stages_inspection_hook", previous_hook)
         runtime.kernel_load_start_hook.add(ours.remember_ptx)
         stack.callback(runtime.kernel_load_start_hook.remove, ours.remember_ptx)
-        yield session.execution
+        yield session

@@ -161,13 +161,13 @@ class Batch:
         """A mask as an array."""
         return self.running if mask is None else mask
 
-    def whole_warps(self, mask: np.ndarray | None) -> None:
-        """Raise Fault if a mask holds part of a warp, which instructions with .aligned forbid."""
+    def whole_warps(self, mask: np.ndarray | None, size: int = 32) -> None:
+        """Raise Fault if a mask holds part of a warp or, of size 128, of a warp group."""
         if mask is None:
             return
-        by_warp = mask.reshape(-1, 32)
+        by_warp = mask.reshape(-1, size)
         lacking = by_warp.any(1, keepdims=True) & ~by_warp
-        detail = "a thread of the warp does not take part"
+        detail = f"a thread of the warp{' group' * (size > 32)} does not take part"
         self.refuse(lacking.reshape(-1), FaultKind.DIVERGENCE, detail)
 
     def refuse(self, threads: np.ndarray, kind: FaultKind, detail: str) -> None:

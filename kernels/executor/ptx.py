@@ -182,7 +182,7 @@ class _Reader:
         )
 
     def close_labels(self, labels: dict[str, int]) -> None:
-        """Give labels of a block that ends, which others may have too, names of their own."""
+        """Give the labels of a block that ends unique names."""
         names = {label: f"{label}@{at}" for label, at in labels.items()}
         for number, one in enumerate(self.program.instructions):
             if names.keys() & {*one.operands}:

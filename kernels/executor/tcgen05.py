@@ -91,10 +91,6 @@ def _first_lanes(batch, mask) -> np.ndarray:
     return batch.every(mask) & (np.arange(batch.num_threads) % 32 == 0)
 
 
-def _wait(translation: Translation, moves: str) -> Step:
-    return lambda batch, mask: batch.tensor_memory.wait(batch.every(mask), moves == "ld")
-
-
 def _move(translation: Translation, direction: str, shape: str, count: str) -> Step:
     operands = [*translation.operands]
     registers = registers_in(operands.pop(0 if direction == "ld" else -1))
@@ -182,7 +178,9 @@ def _multiply(
         return memory.strips(threads[:, None], (address >> 16) + rows, address & 0xFFFF, count)
 
     def fetch(descriptor, count, transposed, kind):
-        chunks = _operand_chunks(descriptor, count, bool(transposed))
+        if descriptor >> 46 & 0x7F != 1 or descriptor >> 61 & 1:
+            raise Unsupported(f"a matrix descriptor of {descriptor:#x} is not supported")
+        chunks = operand_chunks(descriptor & ~(7 << 46), count, 2, bool(transposed))
         chunks = np.tile(chunks, (len(threads), 1, 1))
         operands.append((batch.shared, chunks.reshape(len(threads), -1)))
         return fetch_operands(batch, threads, chunks, kind, bool(transposed)).astype(np.float64)
@@ -206,20 +204,15 @@ def _multiply(
         batch.launch.tally.products(2 * m * n * _K * len(threads))
 
 
-def _operand_chunks(descriptor: int, rows: int, transposed: bool) -> np.ndarray:
-    """16-byte chunks of shared memory that hold a [rows, k] matrix."""
-    if descriptor >> 46 & 0x7F != 1 or descriptor >> 61 & 1:
-        raise Unsupported(f"a matrix descriptor of {descriptor:#x} is not supported")
-    return operand_chunks(descriptor & ~(7 << 46), rows, 2, transposed)
-
-
 _FORMS: dict[str, Callable[..., Step]] = {
     r"tcgen05\.alloc\.cta_group::1\.sync\.aligned\.shared::cta\.b32": _alloc,
     r"tcgen05\.dealloc\.cta_group::1\.sync\.aligned\.b32": _dealloc,
     # It lets other programs allocate. Here they do not share tensor memory.
     r"tcgen05\.relinquish_alloc_permit\.cta_group::1\.sync\.aligned": lambda _: lambda *_: None,
     r"tcgen05\.(ld|st)\.sync\.aligned\.(32x32b|16x32bx2)\.x(\d+)\.b32": _move,
-    r"tcgen05\.wait::(ld|st)\.sync\.aligned": _wait,
+    r"tcgen05\.wait::(ld|st)\.sync\.aligned": lambda _, moves: (
+        lambda batch, mask: batch.tensor_memory.wait(batch.every(mask), moves == "ld")
+    ),
     r"tcgen05\.mma\.cta_group::1\.kind::f16": _mma,
     r"tcgen05\.commit\.cta_group::1\.mbarrier::arrive::one(?:\.shared::cluster)?\.b64": _commit,
 }
@@ -303,8 +296,8 @@ def _init_or_inval(translation: Translation) -> Step:
 
 
 def _try_wait(translation: Translation) -> Step:
-    """Test whether the phase with this parity has completed, without blocking. Where it has not,
-    other threads take their turns first."""
+    """Test whether the phase with this parity has completed, without blocking. A thread whose test
+    fails yields its turn."""
     target, barrier, parity = translation.operands
     write, address = translation.write(target, "pred"), translation.address(barrier)
     read = translation.read(parity, "u32")

@@ -7,7 +7,7 @@ loaded: Triton loads them, without using them, when a pipelined loop has no iter
 
 tcgen05.ld and tcgen05.st are in flight until tcgen05.wait. Until then their cells may not be
 accessed, nor the registers of a load. Barriers order the loads, stores and products of different
-warps; the checks are those of shared memory.
+warps, with the checks of shared memory.
 
 The products of a thread run in issue order. They are computed when they are issued, and in flight
 until a thread has waited for the mbarrier of a tcgen05.commit. Until then their results may not be

@@ -126,7 +126,8 @@ def _multiply(translation: Translation) -> Step:
         """Computes all warp groups at once. The threads of a group share the descriptors."""
         active = batch.every(mask)
         batch.products.check_fenced(active, fenced)
-        groups, operands = _groups(batch, active), []
+        batch.whole_warps(active, 128)
+        groups, operands = np.flatnonzero(active.reshape(-1, 128).any(1)), []
 
         def operand(bits, kind, rows, is_transposed):
             matrices, taken = _fetch(batch, bits, kind, rows, bool(is_transposed), groups)
@@ -147,15 +148,6 @@ def _multiply(translation: Translation) -> Step:
         batch.products.issue(active, dict(zip(accumulators, results, strict=True)), operands)
 
     return multiply
-
-
-def _groups(batch, active: np.ndarray) -> np.ndarray:
-    """The active warp groups. Raises Fault if part of a group is inactive."""
-    by_group = active.reshape(-1, 128)
-    lacking = by_group.any(1, keepdims=True) & ~by_group
-    detail = "a warp of the group is not active"
-    batch.refuse(lacking.reshape(-1), FaultKind.DIVERGENCE, detail)
-    return np.flatnonzero(by_group.any(1))
 
 
 def _fetch(batch, descriptors, kind: str, rows: int, transposed: bool, groups: np.ndarray):

@@ -1,4 +1,4 @@
-"""Times of the kernels on a GPU, with those of flash-attn and PyTorch; ``kernel_time`` models them.
+"""Times of our kernels, flash-attn's and PyTorch's on a GPU; ``kernel_time`` models ours.
 
 - ``decode``: one query per sequence, over batch, context and block size.
 - ``prefill``: (sequences, new tokens of each, context of each), with a cached prefix where the
@@ -9,7 +9,7 @@
 - ``store``: new tokens into random slots. ``copy``: blocks of all layers inside a cache.
   ``swap_out``, ``swap_in``: blocks of all layers to pinned host memory and back.
 
-``tiles.py`` tries other tiles and numbers of splits than those of ``kernels/tiles.py``.
+``tiles.py`` tries tiles and numbers of splits that ``kernels/tiles.py`` does not choose.
 
 A cell first checks its result against fp64 by the rule of ``kernels/testing/accuracy.py``. A wrong
 result has no time. Times are p20, p50 and p80 of the device's clock with a cold L2, by replays of a

@@ -1,4 +1,4 @@
-"""Tiles and numbers of splits of our attention other than those of ``kernels/tiles.py``.
+"""Tiles and numbers of splits of our attention that ``kernels/tiles.py`` does not choose.
 
 ``--tile-m``, ``--tile-n``, ``--num-warps``, ``--num-stages`` and ``--num-splits`` try values at
 every shape of the parts ``decode``, ``prefill`` and ``cascade``, in addition to the table's choice.
@@ -88,7 +88,7 @@ def with_tile(shape: Shape, tile: tuple[int, ...], target: Target) -> Target:
 
 
 def ranking(rows: style.DataFrame) -> style.DataFrame | None:
-    """Geometric mean time of each choice over that of the table's, by op, the fastest first.
+    """Geometric mean of the times of each choice over the table's choice, by op, fastest first.
 
     Choices that failed at one of the shapes are left out.
     """
