@@ -86,8 +86,7 @@ class _Change:
         self._manager = manager
 
     def __enter__(self) -> None:
-        if self._manager.interruption:
-            raise InterruptedChange(self._manager.interruption)
+        self._manager._check_usable()
 
     def __exit__(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
         if error is None:
@@ -282,8 +281,7 @@ class CacheManager(abc.ABC):
 
         At least one token is left to compute.
         """
-        if self.interruption:
-            raise InterruptedChange(self.interruption)
+        self._check_usable()
         if not self.enable_prefix_caching:
             return NOTHING
         longest = self._max_hits(seq)
@@ -307,8 +305,7 @@ class CacheManager(abc.ABC):
 
         ``hit`` is the result of ``find``.  If it is None or stale the prefix is looked up again.
         """
-        if self.interruption:
-            raise InterruptedChange(self.interruption)
+        self._check_usable()
         needed = -(-len(seq.token_ids) // self.block_size)
         if needed > self.num_blocks:
             return AllocStatus.NEVER
@@ -555,10 +552,13 @@ class CacheManager(abc.ABC):
             )
             require(stored > 0, f"{seq_id!r}: {stored} tokens are stored")
 
-    def _table_of(self, seq: Sequence) -> Any:
-        """The table of ``seq``; ValueError if it holds no blocks."""
+    def _check_usable(self) -> None:
         if self.interruption:
             raise InterruptedChange(self.interruption)
+
+    def _table_of(self, seq: Sequence) -> Any:
+        """The table of ``seq``; ValueError if it holds no blocks."""
+        self._check_usable()
         table = self._tables.get(seq.seq_id)
         if table is None:
             raise ValueError(f"sequence {seq.seq_id!r} holds no blocks")

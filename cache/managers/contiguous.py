@@ -17,7 +17,6 @@ from cache.managers.base import (
     CacheOptions,
     Copies,
     Hit,
-    InterruptedChange,
     Table,
 )
 
@@ -96,8 +95,7 @@ class Contiguous(CacheManager):
         self._final_length = final_length
 
     def can_allocate(self, seq: Sequence, hit: Hit | None = None) -> AllocStatus:
-        if self.interruption:
-            raise InterruptedChange(self.interruption)
+        self._check_usable()
         if seq.num_tokens > self.max_model_len:
             return AllocStatus.NEVER
         needed = self._run_length(self._reservation(seq)[0])

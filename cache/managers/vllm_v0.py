@@ -19,7 +19,6 @@ from cache.managers.base import (
     CacheOptions,
     Copies,
     Hit,
-    InterruptedChange,
     Table,
     UnsupportedByDesign,
 )
@@ -368,8 +367,7 @@ class VLLMv0(CacheManager):
             table.num_computed_blocks = last
 
     def _status(self, needed: int) -> AllocStatus:
-        if self.interruption:
-            raise InterruptedChange(self.interruption)
+        self._check_usable()
         if self.num_blocks - needed < self.watermark_blocks:
             return AllocStatus.NEVER
         if self.gpu.num_free_blocks - needed >= self.watermark_blocks:

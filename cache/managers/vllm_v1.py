@@ -6,7 +6,7 @@ from cache.blocks.events import Event
 from cache.blocks.pool import check_free
 from cache.blocks.sequence import Sequence
 from cache.checks import at_least, true_or_false
-from cache.managers.base import FREED, MIDDLE, CacheOptions, Copies, InterruptedChange
+from cache.managers.base import FREED, MIDDLE, CacheOptions, Copies
 from cache.managers.pooled import PooledManager, PooledTable
 
 
@@ -62,8 +62,7 @@ class VLLMv1(PooledManager):
 
         Raises ValueError without ``enable_kv_cache_events``.
         """
-        if self.interruption:
-            raise InterruptedChange(self.interruption)
+        self._check_usable()
         if self.pool.events is None:
             raise ValueError("enable_kv_cache_events=False: the manager records no events")
         events, self.pool.events = self.pool.events, []
