@@ -27,9 +27,9 @@ class TailFirst(PriorityPolicy):
 class Clock(QueuePolicy):
     """FIFO with a second chance (Corbató, 1968): blocks that were hit return to the end once.
 
-    A policy of queues defines where a new block goes, what a hit changes and which block to evict;
+    A policy of queues defines the queue of a new block, the effect of a hit and the block to evict;
     ``QueuePolicy`` in ``cache/policies/queues.py`` does the rest.  ``cache/policies/base.py`` has
-    the whole interface for other policies.
+    the whole interface for policies of other kinds.
     """
 
     def _reset(self) -> None:

@@ -24,7 +24,7 @@ class TraceFile:
 
     file: InputFile
     num_requests: int | None
-    """Take so many requests only; None: all."""
+    """Number of requests.  None means all."""
     first: int = 0
     """The first of them."""
 
@@ -124,8 +124,8 @@ class OnTraces(Options):
 class OnSlices(OnTraces):
     """Options of an experiment on several slices of each trace, as one slice is no result.
 
-    A slice of a file is a run of its requests, apart from the others and at equal distances.  A
-    slice of a synthetic workload has a seed of its own.
+    Slices of a file are runs of its requests that do not overlap, at equal distances.  A slice of a
+    synthetic workload has a seed of its own.
     """
 
     slices: Count = 5
