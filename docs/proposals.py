@@ -75,8 +75,8 @@ def _queue() -> str:
         rates = 100 * cells.groupby("policy")["block_hit_rate"].mean()
         share = shares.xs((trace, load), level=("trace", "load")).dropna()
         gaps = {
-            policy: f"{s.mean():.0f} ({s.min():.0f} to {s.max():.0f})"
-            for policy, s in share.items()
+            policy: f"{gap.mean():.0f} ({gap.min():.0f} to {gap.max():.0f})"
+            for policy, gap in (share.items() if len(share) else ())
         }
         waiting = cells[cells["policy"] == "lru"]["mean_waiting"]
         text += _row(
