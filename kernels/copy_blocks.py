@@ -13,17 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.block_layout import (
-    BITS,
-    CACHE_DTYPES,
-    LAYERS_DIMS,
-    PAIRS_ARG,
-    PLANE_DIMS,
-    TL_BITS,
-    block_runs,
-    check_block_pairs,
-    element_offsets,
-)
+from kernels import block_layout
+from kernels.block_layout import element_offsets
 from kernels.checks import MAX_GRID_YZ, Arg, TensorSpec, check_integer, same_dtype
 from kernels.launch import launch
 from kernels.tiles import cdiv, copy_tile
@@ -83,12 +74,15 @@ def _pointer_table(addresses: tuple[int, ...], device: torch.device) -> torch.Te
 def _tensors(num_planes: int) -> TensorSpec:
     """Declare the planes, or the one tensor that has all of them, and the pairs."""
     if num_planes == 1:
-        return TensorSpec(Arg("caches", LAYERS_DIMS, CACHE_DTYPES, written=True), PAIRS_ARG)
+        return TensorSpec(
+            Arg("caches", block_layout.LAYERS_DIMS, block_layout.CACHE_DTYPES, written=True),
+            block_layout.PAIRS_ARG,
+        )
     names = [f"caches[{plane // 2}][{plane % 2}]" for plane in range(num_planes)]
-    first = Arg(names[0], PLANE_DIMS, CACHE_DTYPES, written=True)
+    first = Arg(names[0], block_layout.PLANE_DIMS, block_layout.CACHE_DTYPES, written=True)
     like_first = same_dtype(names[0])
-    others = [Arg(name, PLANE_DIMS, like_first) for name in names[1:]]
-    return TensorSpec(first, *others, PAIRS_ARG)
+    others = [Arg(name, block_layout.PLANE_DIMS, like_first) for name in names[1:]]
+    return TensorSpec(first, *others, block_layout.PAIRS_ARG)
 
 
 @functional_op(mutates_args=("planes",), remembers=False)
@@ -103,7 +97,7 @@ def _copy_blocks(planes: list[torch.Tensor], src_to_dst: torch.Tensor) -> None:
                 f"caches[{index // 2}][{index % 2}]: expected the strides of caches[0][0], "
                 f"{first.stride()}, got {plane.stride()}"
             )
-    check_block_pairs(
+    block_layout.check_block_pairs(
         src_to_dst, num_src_blocks=num_blocks, num_dst_blocks=num_blocks, same_pool=True
     )
     num_planes = 2 * first.shape[1] if is_one_tensor else len(planes)
@@ -113,13 +107,13 @@ def _copy_blocks(planes: list[torch.Tensor], src_to_dst: torch.Tensor) -> None:
         return
 
     if is_one_tensor:
-        planes_arg, alignment = first.view(BITS[first.itemsize]), 0
+        planes_arg, alignment = first.view(block_layout.BITS[first.itemsize]), 0
     else:
         addresses = tuple(plane.data_ptr() for plane in planes)
         planes_arg = _pointer_table(addresses, first.device)
         aligned = all(address % 16 == 0 for address in addresses)
         alignment = 16 if aligned else first.itemsize
-    runs = block_runs(first)
+    runs = block_layout.block_runs(first)
     tile = copy_tile(runs.num_elements, first.itemsize)
     chunks = cdiv(runs.num_elements, tile.elements)
     launch(_copy_blocks_kernel, (num_pairs * chunks, num_planes),
@@ -129,7 +123,7 @@ def _copy_blocks(planes: list[torch.Tensor], src_to_dst: torch.Tensor) -> None:
         *(first.stride()[:2] if is_one_tensor else (0, 0)), first.stride(-4), *runs.strides[0],
         CHUNKS=chunks, NUM_ELEMENTS=runs.num_elements,
         RUN=runs.run, INNER_RUNS=runs.inner_runs, TILE=tile.elements,
-        DTYPE=TL_BITS[first.itemsize], ALIGNMENT=alignment,
+        DTYPE=block_layout.TL_BITS[first.itemsize], ALIGNMENT=alignment,
         num_warps=tile.num_warps,
     )  # fmt: skip
 

@@ -17,27 +17,19 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.block_layout import (
-    BITS,
-    CACHE_DTYPES,
-    LAYERS_DIMS,
-    PAIRS_ARG,
-    PLANE_DIMS,
-    block_runs,
-    check_block_pairs,
-    element_offsets,
-)
+from kernels import block_layout
+from kernels.block_layout import element_offsets
 from kernels.checks import Arg, TensorSpec, not_a_tensor, same_dtype
 from kernels.primitives import INTERPRETED
 from kernels.tiles import COPY_ENGINE_BYTES, cdiv, swap_num_programs, swap_tile, target_of
 from kernels.torch_ops import functional_op
 
-_SRC_DIMS = f"{PLANE_DIMS} | {LAYERS_DIMS}"
+_SRC_DIMS = f"{block_layout.PLANE_DIMS} | {block_layout.LAYERS_DIMS}"
 _DST_DIMS = _SRC_DIMS.replace("num_blocks", "num_dst_blocks")
 _TENSORS = TensorSpec(
-    Arg("src_cache", _SRC_DIMS, CACHE_DTYPES, host_too=True),
+    Arg("src_cache", _SRC_DIMS, block_layout.CACHE_DTYPES, host_too=True),
     Arg("dst_cache", _DST_DIMS, same_dtype("src_cache"), host_too=True, written=True),
-    replace(PAIRS_ARG, host_too=True),
+    replace(block_layout.PAIRS_ARG, host_too=True),
 )
 
 
@@ -104,7 +96,7 @@ def adjacent_parts(
 
     Returns the destination and the source of each part; an empty list if blocks have strides.
     """
-    runs = block_runs(src_cache, dst_cache)
+    runs = block_layout.block_runs(src_cache, dst_cache)
     if runs.run < runs.num_elements:
         return []
     pairs = src_to_dst[(src_to_dst >= 0).all(dim=1)].numpy()
@@ -161,7 +153,7 @@ def swap_blocks(src_cache: torch.Tensor, dst_cache: torch.Tensor, src_to_dst: to
             f"dst_cache: expected the {src_cache.dim()} dimensions of src_cache, got shape "
             f"{tuple(dst_cache.shape)}"
         )
-    check_block_pairs(
+    block_layout.check_block_pairs(
         src_to_dst,
         num_src_blocks=sizes.num_blocks,
         num_dst_blocks=sizes.num_dst_blocks,
@@ -181,8 +173,8 @@ def swap_blocks(src_cache: torch.Tensor, dst_cache: torch.Tensor, src_to_dst: to
                     target.copy_(source, non_blocking=True)
                 return
         src_to_dst = src_to_dst.pin_memory().to(device, non_blocking=True)
-    bits = BITS[src_cache.itemsize]
-    runs = block_runs(src_cache, dst_cache)
+    bits = block_layout.BITS[src_cache.itemsize]
+    runs = block_layout.block_runs(src_cache, dst_cache)
     tile = swap_tile(runs.num_elements, src_cache.itemsize)
     chunks = cdiv(runs.num_elements, tile.elements)
     num_layers = src_cache.shape[1] if src_cache.dim() == 6 else 1
