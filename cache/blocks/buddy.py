@@ -6,27 +6,6 @@ from cache.blocks.pool import OutOfBlocks
 from cache.checks import require
 
 
-class OutOfRuns(OutOfBlocks):
-    """No run of free blocks is long enough.  Nothing has changed.
-
-    Attributes:
-        needed: length of the run, in blocks.
-        free: free blocks, in runs of any length.
-        longest_run: length of the longest free run, in blocks.
-    """
-
-    def __init__(self, needed: int, free: int, longest_run: int) -> None:
-        super().__init__(needed, free)
-        self.args = needed, free, longest_run
-        self.longest_run = longest_run
-
-    def __str__(self) -> str:
-        return (
-            f"a run of {self.needed} blocks is needed, {self.free} are free, "
-            f"at most {self.longest_run} of them in a run"
-        )
-
-
 class BuddyAllocator:
     """Hands out runs of blocks from ``0 .. num_blocks - 1``.
 
@@ -67,12 +46,12 @@ class BuddyAllocator:
         return 0
 
     def allocate(self, count: int) -> int:
-        """Take a run of at least ``count`` blocks; returns its first block.  Raises OutOfRuns."""
+        """Take a run of at least ``count`` blocks; returns its first block.  Raises OutOfBlocks."""
         order = wanted = (count - 1).bit_length()
         while order < len(self._free) and not self._free[order]:
             order += 1
         if order >= len(self._free):
-            raise OutOfRuns(1 << wanted, self.num_free, self.longest_run)
+            raise OutOfBlocks(1 << wanted, self.num_free, self.longest_run)
         start, _ = self._free[order].popitem()
         for smaller in range(wanted, order):
             self._free[smaller][start + (1 << smaller)] = None

@@ -16,14 +16,20 @@ class OutOfBlocks(RuntimeError):
     Attributes:
         needed: blocks that the call would have taken from the free ones.
         free: blocks that are free.
+        longest_run: length of the longest free run, for a design that needs a run of blocks.
     """
 
-    def __init__(self, needed: int, free: int) -> None:
-        super().__init__(needed, free)
-        self.needed, self.free = needed, free
+    def __init__(self, needed: int, free: int, longest_run: int | None = None) -> None:
+        super().__init__(needed, free, longest_run)
+        self.needed, self.free, self.longest_run = needed, free, longest_run
 
     def __str__(self) -> str:
-        return f"{self.needed} blocks are needed, {self.free} are free"
+        if self.longest_run is None:
+            return f"{self.needed} blocks are needed, {self.free} are free"
+        return (
+            f"a run of {self.needed} blocks is needed, {self.free} are free, "
+            f"at most {self.longest_run} of them in a run"
+        )
 
 
 def check_free(needed: int, free: int) -> None:

@@ -11,8 +11,7 @@ from hypothesis.stateful import invariant
 from manager_helpers import ONLINE_POLICIES, manager_of, state_of
 from manager_machine import CachingMachine, Live, ManagerMachine, held
 
-from cache import AllocStatus
-from cache.blocks.buddy import OutOfRuns
+from cache import AllocStatus, OutOfBlocks
 from cache.blocks.events import AllBlocksCleared, BlockRemoved
 from cache.managers.base import FREED
 
@@ -249,7 +248,7 @@ class ContiguousMachine(ManagerMachine):
         if enough or needed <= len(self.runs.get(seq_id, ())) or self.fits(needed):
             return call()
         before, free = state_of(self.manager), self.num_free
-        with pytest.raises(OutOfRuns) as failure:
+        with pytest.raises(OutOfBlocks) as failure:
             call()
         error = failure.value
         assert (error.needed, error.free) == (needed, free)
