@@ -14,7 +14,6 @@ import contextlib
 import csv
 import fcntl
 import io
-import itertools
 import json
 import os
 import socket
@@ -68,17 +67,12 @@ class Store:
             lock.truncate(0)
             lock.write(f"process {os.getpid()} on {socket.gethostname()} since {started}")
             lock.flush()
-            self._remove_leftovers()
+            for leftover in self.folder.rglob(".*.tmp"):  # of a killed sweep
+                leftover.unlink()
             try:
                 yield
             finally:
                 lock.truncate(0)
-
-    def _remove_leftovers(self) -> None:
-        """Remove files that a killed sweep had not finished."""
-        temporary = (".cells/.*.tmp", ".rows.csv.*.tmp", ".environment.json.*.tmp")
-        for leftover in itertools.chain(*map(self.folder.glob, temporary)):
-            leftover.unlink()
 
     def load_cell(self, cell_id: str) -> dict[str, Any] | None:
         """The record of a finished cell, or None.

@@ -34,44 +34,43 @@ def tiny():
 
 
 TINY_RUNS = {
-    "block_size": "--trace {chat} --trace {lengths} --block-size 4 16 32 64 --capacity-percent 20 "
-    "--draw 0 --traffic 0.01",
-    "engine": "--model tiny --threads 1 --trace {chat} --scale 8 --num-requests 40 --longest 800 "
-    "--output-tokens 4 --bench-requests 2 --sequences 2 --prompt-tokens 9 --repeats 1 "
-    "--block-size 4 16 --policy lru no_cache gittins random --pool-percent 20",
-    "eviction": "--trace {chat} --capacity-percent 5 20 "
+    "block_size": "22 --trace {chat} --trace {lengths} --block-size 4 16 32 64 "
+    "--capacity-percent 20 --draw 0 --traffic 0.01",
+    "engine": "15 --model tiny --threads 1 --trace {chat} --scale 8 --num-requests 40 "
+    "--longest 800 --output-tokens 4 --bench-requests 2 --sequences 2 --prompt-tokens 9 "
+    "--repeats 1 --block-size 4 16 --policy lru no_cache gittins random --pool-percent 20",
+    "eviction": "9 --trace {chat} --capacity-percent 5 20 "
     "--policy lru --policy sieve --policy belady --policy {policy}:Mine",
-    "eviction_serving": "--trace {chat} --policy {policy}:Mine --policy lru "
+    "eviction_serving": "30 --trace {chat} --policy {policy}:Mine --policy lru "
     "--policy queue_informed --pool-gib 1 4 --host-gib 2 --num-requests 60 --slices 2",
-    "fp8_quality": "--model tiny --windows 2 --calibration-windows 1 --window-tokens 40 "
+    "fp8_quality": "6 --model tiny --windows 2 --calibration-windows 1 --window-tokens 40 "
     "--threads 1",
-    "kernel_counters": "--op decode store --arch sm_90 --kv-dtype bfloat16 --block-size 16 "
+    "kernel_counters": "3 --op decode store --arch sm_90 --kv-dtype bfloat16 --block-size 16 "
     "--num-q-heads 8 --num-kv-heads 2",
-    "kernel_resources": "--op paged_decode_attention --arch sm_90 --match ^bf16.d128.g4.split$",
-    "kernel_time": "--gpu H100-SXM",
-    "memory_waste": "--trace {lengths} --block-size 1 16 --num-requests 40 --sequences-in-cache 2",
-    "overhead": "--launch-samples 3 --trace {prompts} --repeats 2 --policy lru "
+    "kernel_resources": "1 --op paged_decode_attention --arch sm_90 --match ^bf16.d128.g4.split$",
+    "kernel_time": "1 --gpu H100-SXM",
+    "memory_waste": "5 --trace {lengths} --block-size 1 16 --num-requests 40 "
+    "--sequences-in-cache 2",
+    "overhead": "6 --launch-samples 3 --trace {prompts} --repeats 2 --policy lru "
     "--pool-blocks 512 1024 --pool-requests 4 --manager vllm_v1 "
     "--num-sequences 1 2 --lengths 2 5 --num-steps 5",
-    "predictions": "--part kernels",
-    "preemption": "--block-size 4 16 --context-tokens 40 --transfer-us 3 --draw 0 "
+    "predictions": "2 --part kernels",
+    "preemption": "4 --block-size 4 16 --context-tokens 40 --transfer-us 3 --draw 0 "
     "--traffic 0.01 --request-rate 40",
-    "published_serving": "--case lambda_a100_10 bench_70b",
-    "serving": "--load sharegpt alpaca_2_beams --host-ms 10 --draw 0 "
+    "published_serving": "2 --case lambda_a100_10 bench_70b",
+    "serving": "5 --load sharegpt alpaca_2_beams --host-ms 10 --draw 0 "
     "--system contiguous_max contiguous_oracle paged --traffic 0.01 --bisections 1",
-    "shared_prefix": "--load five_shot --draw 0 --traffic 0.02 --bisections 1",
-    "sharing": "--like alpaca --num-sequences 2 3 --num-requests 3",
+    "shared_prefix": "3 --load five_shot --draw 0 --traffic 0.02 --bisections 1",
+    "sharing": "4 --like alpaca --num-sequences 2 3 --num-requests 3",
 }
-"""Options of the smallest run of each experiment that shows all of its rows."""
+"""Number of cells and options of the smallest run of each experiment that shows all of its rows."""
 
 
 @dataclass(frozen=True)
 class TinyRun:
     """A finished run by the command line."""
 
-    command: list[str]
     folder: Path
-    output: str
 
     @property
     def rows(self) -> pd.DataFrame:
@@ -111,13 +110,16 @@ def map_cells(tasks: Sequence[Task]) -> Generator[Outcome]:
 
 
 @pytest.fixture(scope="session")
-def command(inputs) -> Callable[..., str]:
-    """Run a command line and its cells in this process; returns its output, status must be 0.
+def tiny_run(inputs, tmp_path_factory) -> Callable[[str], TinyRun]:
+    """The tiny run of an experiment by name; run once for all test processes.
 
-    A process for each command would spend most of its time on imports.
+    A process for each run would spend most of its time on imports.
     """
+    base = tmp_path_factory.getbasetemp()
+    out = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "tiny_runs"
+    out.mkdir(exist_ok=True)
 
-    def run(*words: object) -> str:
+    def run_here(name: str, options: str) -> str:
         from experiments import cli  # needs tyro, which a GPU machine may lack
 
         printed = io.StringIO()
@@ -125,29 +127,21 @@ def command(inputs) -> Callable[..., str]:
             patch.setattr(style, "save", _SAVE)
             patch.setattr(style, "_FORMATS", {"png": style._FORMATS["png"]})
             patch.setattr("importlib.metadata.distributions", list)  # reading them takes longest
-            if not {"kernel_counters", "kernel_resources"} & {*words}:  # they need compiled kernels
+            if name not in ("kernel_counters", "kernel_resources"):  # they need compiled kernels
                 patch.setattr(sweep, "run_locally", lambda tasks, jobs: map_cells(tasks))
-            assert cli.main(list(map(str, words))) == 0
+            options = options.format(**inputs)
+            assert cli.main(["run", name, *options.split(), "--jobs=1", f"--out={out}"]) == 0
         return printed.getvalue()
 
-    return run
-
-
-@pytest.fixture(scope="session")
-def tiny_run(inputs, command, tmp_path_factory) -> Callable[[str], TinyRun]:
-    """The tiny run of an experiment by name; run once for all test processes."""
-    base = tmp_path_factory.getbasetemp()
-    out = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "tiny_runs"
-    out.mkdir(exist_ok=True)
-
     def run(name: str) -> TinyRun:
-        words = ["run", name, *TINY_RUNS[name].format(**inputs).split(), "--out", str(out)]
-        printed = out / f"{name}.txt"
+        num_cells, _, options = TINY_RUNS[name].partition(" ")
+        output = out / f"{name}.txt"
         with (out / f"{name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not printed.exists():
-                printed.write_text(command(*words, "--jobs", 1))
-        return TinyRun(words, out / name / "cpu", printed.read_text())
+            if not output.exists():
+                output.write_text(run_here(name, options))
+        assert f"{name}: {num_cells} cells, {num_cells} run, 0 finished" in output.read_text()
+        return TinyRun(out / name / "cpu")
 
     return run
 

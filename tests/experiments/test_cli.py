@@ -63,20 +63,6 @@ def test_the_help_of_an_experiment_shows_every_option(name, capsys):
     }
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("reproduce --quick --full", "--quick or --full, not both"),
-        ("plot eviction", "no rows.csv in a folder of results/eviction: run the experiment first"),
-    ],
-)
-def test_what_cannot_be_done_is_refused_with_the_reason(
-    words, message, refused, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    assert message in refused(*words.split())
-
-
 @pytest.fixture
 def folder(tmp_path):
     return tmp_path / "results" / "tiny" / "cpu"

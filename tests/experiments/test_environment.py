@@ -14,24 +14,17 @@ from experiments.harness import environment
 from experiments.registry import EXPERIMENTS
 
 
-@pytest.fixture
-def described():
-    command = ["python", "-m", "experiments", "run", "eviction", "--trace", "/data/a/chat.jsonl"]
-    return environment.describe(
-        EXPERIMENTS["eviction"], [*command, "--out=/data/out", "--policy", "mine/policy.py:Mine"]
-    )
-
-
-def test_names_what_a_result_depends_on_and_files_without_their_folders(described):
+def test_names_what_a_result_depends_on_and_files_without_their_folders():
+    command = "pagelab run eviction --trace /data/a/chat.jsonl --out=/data/out --policy mine/p.py:M"
+    described = environment.describe(EXPERIMENTS["eviction"], command.split())
     assert described["packages"]["numpy"] == __import__("numpy").__version__
     assert described["python"].startswith("3.")
     assert described["cpu"]["model"]
     assert described["cpu"]["cores"] >= described["cpu"]["usable_cores"] >= 1
     assert described["cpu"]["memory_gib"] > 0
     assert isinstance(described["gpu"], list)
-    assert described["command"] == (
-        "python -m experiments run eviction --trace chat.jsonl --out=out --policy policy.py:Mine"
-    )
+    without_folders = "pagelab run eviction --trace chat.jsonl --out=out --policy p.py:M"
+    assert described["command"] == without_folders
     for folder in (os.getcwd(), os.path.expanduser("~"), "/data"):
         assert folder not in str(described)
 

@@ -121,11 +121,6 @@ def test_verdicts(published, measured, verdict):
     assert report._verdict(published, pd.Series(measured, dtype=float)) == verdict
 
 
-def test_results_that_are_not_there_are_an_error(tmp_path, capsys):
-    assert cli.main(["report", "--results", str(tmp_path)]) == 2
-    assert f"no rows.csv in a folder of {tmp_path}" in capsys.readouterr().err
-
-
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium on the PATH")
 def test_a_browser_shows_every_figure_and_finds_no_fault(page, tmp_path):
     """In a window as narrow as a telephone's, where a page that is too wide shows first."""

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from experiments import style
 from experiments.harness import (
     Absent,
     Axis,
@@ -53,12 +54,11 @@ def cells(options: TinyOptions) -> Iterator[TinyCell | Absent]:
 
 
 def run_cell(cell: TinyCell) -> list[dict]:
-    """Behaves as the JSON in TINY_BEHAVIOUR says, which is no parameter of its result:
+    """Behave as the JSON in TINY_BEHAVIOUR says, on which no result depends.
 
-    journal: file to which each run of a cell appends its number and process; sleep: seconds that
-    the first cell takes, the later the less; raises, dies, unavailable: numbers of the cells that
-    do; message: of the errors raised; no_scalar: the row holds a list;
-    wrong: numbers of the cells whose first row is.
+    journal: file for the number and process of each run of a cell.  sleep: seconds of the first
+    cell; later cells take less.  raises, dies, unavailable: numbers of cells.  message: of raised
+    errors.  no_scalar: the row holds a list.  wrong: numbers of cells with a wrong first row.
     """
     import numpy as np
 
@@ -90,15 +90,10 @@ def thread_limits(cell: TinyCell) -> list[dict]:
     return [{name: int(os.environ[name]) for name in os.environ if name.endswith("_NUM_THREADS")}]
 
 
-def plot(rows, folder: Path) -> list[Path]:
-    from experiments import style
-
-    with style.figures():
-        import matplotlib.pyplot as plt
-
-        figure, axis = plt.subplots()
-        axis.plot(rows["number"], rows["value"])
-        return style.save(figure, folder, "line")
+def draw(rows):
+    figure, [axis], _ = style.panel_grid(1, height=2)
+    style.curve(axis, rows, "number", "value")
+    return figure
 
 
 EXPERIMENT = Experiment(
@@ -108,7 +103,7 @@ EXPERIMENT = Experiment(
     quick=TinyOptions(cells=2),
     cells=cells,
     run_cell=run_cell,
-    plot=plot,
+    plot=style.plotter({"line": draw}),
 )
 EXPERIMENTS = {
     "tiny": EXPERIMENT,
