@@ -124,8 +124,8 @@ def _methods(priority: Callable[..., float], has_own: bool) -> dict[str, Any]:
             raise ValueError("the policy's priority of a block is nan, not a number")
         return value
 
-    shared = {"tell": PriorityPolicy.tell, "_release": PriorityPolicy._release}
-    own = (rank, insert, pin, release_many, evict, remove, _next_use_of, _give_up)
+    shared = {name: vars(PriorityPolicy)[name] for name in ("tell", "remove", "_release")}
+    own = (rank, insert, pin, release_many, evict, _next_use_of, _give_up)
     return shared | {function.__name__: function for function in own}
 
 
@@ -164,11 +164,6 @@ def evict(self):
     self._clock, block = self._released.pop()
     self._give_up(block)
     return block
-
-
-def remove(self, block):
-    self._released.remove(block)
-    self._give_up(block)
 
 
 def _give_up(self, block):

@@ -114,7 +114,7 @@ def bag(trace: Trace, generator: random.Random) -> Operations:
     twin.set_state(("MT19937", np.array(state[:-1], np.uint32), state[-1], 0, 0.0))
     return Operations(
         "bag",
-        {"add": _add, "remove": _remove, "draw": _draw, "has": lambda self, item: False},
+        {"add": _add, "remove": _remove, "draw": _draw},
         {
             "items": np.zeros(trace.num_unique_blocks, np.int64),
             "position": np.zeros(trace.num_unique_blocks, np.int64),

@@ -63,11 +63,14 @@ def replay_of(
     trace = Trace.from_requests([(0, 1, 1, [0])], name="tiny")
     try:
         operations = operations_of(trace, 1)
-        if operations is None:
-            return None
-        if (key := _key_of(operations)) in _RUNS:
-            return (run := _RUNS[key]) and replay
-        run = _RUNS[key] = _compile(key)
+    except OverflowError:
+        return None
+    if operations is None:
+        return None
+    if (key := _key_of(operations)) in _RUNS:
+        return (run := _RUNS[key]) and replay
+    run = _RUNS[key] = _compile(key)
+    try:
         try:
             replay(trace, 1)
         except Exception:

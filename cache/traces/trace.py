@@ -181,6 +181,9 @@ class Trace:
         rows = np.asarray(indices) if len(indices) else np.empty(0, int)
         if rows.dtype.kind != "i" or (np.diff(rows, prepend=-1) <= 0).any():
             raise ValueError(f"indices must ascend from 0 or more, got {reprlib.repr(indices)}")
+        return self._rows(rows)
+
+    def _rows(self, rows: np.ndarray) -> Trace:
         starts = self.offsets[rows]
         block_ids, offsets = _picked(self.block_ids, starts, self.offsets[rows + 1] - starts)
         return replace(
@@ -374,14 +377,11 @@ def collected(
             number, reason = wrong
             raise error(places[number], reason)
     columns = {name: _column(values, len(places)) for name, values in known.items()}
-    if (timestamps_ms[1:] < timestamps_ms[:-1]).any():
-        order = np.argsort(timestamps_ms, kind="stable")
-        timestamps_ms = timestamps_ms[order]
-        input_lengths, output_lengths = input_lengths[order], output_lengths[order]
-        block_ids, offsets = _picked(block_ids, offsets[:-1][order], np.diff(offsets)[order])
-        columns = {name: column[order] for name, column in columns.items()}
     lengths = input_lengths, output_lengths
-    return Trace(name, block_size, timestamps_ms, *lengths, block_ids, offsets, columns)
+    trace = Trace(name, block_size, timestamps_ms, *lengths, block_ids, offsets, columns)
+    if (timestamps_ms[1:] < timestamps_ms[:-1]).any():
+        return trace._rows(np.argsort(timestamps_ms, kind="stable"))
+    return trace
 
 
 def _known(column: str, value: float | str | None) -> float | str | None:

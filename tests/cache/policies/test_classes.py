@@ -189,40 +189,34 @@ def test_without_times_a_release_takes_a_second():
     assert policies[0]._returned.sum() == 76
 
 
-class TooHigh(Rare):
-    @staticmethod
-    def classify(uses, is_end, idle_ms, request):
-        return 12 * (uses == 2)
+def too_high(uses, is_end, idle_ms, request):
+    return 12 * (uses == 2)
 
 
-class Negative(Rare):
-    @staticmethod
-    def classify(uses, is_end, idle_ms, request):
-        return -(uses == 2)
+def negative(uses, is_end, idle_ms, request):
+    return -(uses == 2)
 
 
-class Endless(Rare):
-    @staticmethod
-    def learn(returned, gone, worths):
-        worths[0, 0] = math.inf
+def endless(returned, gone, worths):
+    worths[0, 0] = math.inf
 
 
 @pytest.mark.parametrize("is_compiled", [True, False])
 @pytest.mark.parametrize(
-    ("policy", "message"),
+    ("fields", "message"),
     [
-        (TooHigh, "'TooHigh': classify gave a class beyond 0 to 11"),
-        (Negative, "'Negative': classify gave a class beyond 0 to 11"),
-        (Endless, "'Endless': learn gave a worth that is not finite"),
-        (type("Forgetful", (Rare,), {"ghost_ratio": -1.0}), "'Forgetful': ghost_ratio .* got -1.0"),
-        (type("Keen", (Rare,), {"ghost_ratio": math.inf}), "'Keen': ghost_ratio .* got inf"),
+        ({"classify": staticmethod(too_high)}, "classify gave a class beyond 0 to 11"),
+        ({"classify": staticmethod(negative)}, "classify gave a class beyond 0 to 11"),
+        ({"learn": staticmethod(endless)}, "learn gave a worth that is not finite"),
+        ({"ghost_ratio": -1.0}, "ghost_ratio .* got -1.0"),
+        ({"ghost_ratio": math.inf}, "ghost_ratio .* got inf"),
     ],
 )
-def test_what_a_policy_must_not_do_is_named(policy, message, is_compiled):
-    policy = policy()
+def test_faults_of_a_policy_are_named(fields, message, is_compiled):
+    policy = type("Faulty", (Rare,), fields)()
     if not is_compiled:
         policy.compilable = False
-    with pytest.raises(ValueError, match=f"policy {message}"):
+    with pytest.raises(ValueError, match=f"policy 'Faulty': {message}"):
         cache.simulate(trace_of([(0,)] * 600), policy=policy, capacity_blocks=2)
 
 
