@@ -41,6 +41,11 @@ def sharded(make_checkpoint, tmp_path):
     return folder
 
 
+def assert_same_weights(one, other) -> None:
+    for (name, mine), theirs in zip(one.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
+
+
 def rewrite(folder, change) -> None:
     path = folder / "model.safetensors"
     tensors = load_file(path)
@@ -52,8 +57,7 @@ def test_shards_hold_the_same_weights(sharded, make_checkpoint):
     one, many = empty_model(sharded), empty_model(sharded)
     load_weights(one, make_checkpoint("qwen3")[0])
     load_weights(many, sharded)
-    for (name, mine), theirs in zip(one.named_parameters(), many.parameters(), strict=True):
-        assert torch.equal(mine, theirs), name
+    assert_same_weights(one, many)
 
 
 def test_weights_are_cast_to_the_dtype_of_the_model(folder):
@@ -103,8 +107,7 @@ def test_each_rank_reads_its_part_of_fused_matrices(folder):
 
     rewrite(folder, fuse)
     load_weights(fused, folder)
-    for (name, mine), theirs in zip(plain.named_parameters(), fused.parameters(), strict=True):
-        assert torch.equal(mine, theirs), name
+    assert_same_weights(plain, fused)
     name = "model.layers.1.mlp.gate_up_proj.weight"
     rewrite(folder, lambda tensors: tensors[name].resize_(9, 64))
     message = r"gate_up_proj.weight has shape \(9, 64\), .* \(160, 64\)"
@@ -127,20 +130,12 @@ def test_tied_embeddings_may_have_either_name_and_old_buffers_are_ignored(folder
         assert torch.equal(model.model.embed_tokens.weight, expected.model.embed_tokens.weight)
 
 
-@pytest.mark.parametrize(
-    ("name", "scale", "message"),
-    [
-        ("model.layers.0.self_attn.k_scale", torch.ones(2), "k_scale needs one positive number"),
-        ("model.layers.0.self_attn.k_scale", torch.tensor(-1.0), "k_scale needs one positive"),
-        ("model.layers.0.self_attn.v_scale", torch.tensor(torch.inf), "v_scale needs one positive"),
-        ("model.layers.7.self_attn.v_scale", torch.tensor(1.0), "is of no layer of the model"),
-    ],
-    ids=["shape", "negative", "infinite", "layer"],
-)
-def test_scales_that_do_not_fit_are_named(name, scale, message, folder):
-    rewrite(folder, lambda tensors: tensors.update({name: scale}))
-    with pytest.raises(WeightsError, match=message):
-        load_kv_scales(empty_model(folder), folder)
+SCALES = [
+    ("0.self_attn.k_scale", torch.ones(2), "k_scale needs one positive number"),
+    ("0.self_attn.k_scale", torch.tensor(-1.0), "k_scale needs one positive"),
+    ("0.self_attn.v_scale", torch.tensor(torch.inf), "v_scale needs one positive"),
+    ("7.self_attn.v_scale", torch.tensor(1.0), "is of no layer of the model"),
+]
 
 
 @pytest.mark.parametrize(
@@ -162,13 +157,15 @@ def test_scales_that_do_not_fit_are_named(name, scale, message, folder):
          r"missing tensors: (\S+, ){4}\S+$"),
         (lambda old: [old.pop(name) for name in sorted(old) if "layers.1" in name],
          r"missing tensors: (\S+, ){4}\S+ and 6 more"),
+        *((lambda old, new={f"model.layers.{name}": scale}: old.update(new), message)
+          for name, scale, message in SCALES),
     ],
-    ids=["missing", "unexpected", "shape", "quantised", "untied", "no_embedding", "five", "many"],
 )  # fmt: skip
 def test_tensors_that_do_not_fit_are_named(folder, change, message):
     rewrite(folder, change)
+    model = empty_model(folder)
     with pytest.raises(WeightsError, match=message):
-        load_weights(empty_model(folder), folder)
+        load_kv_scales(model, folder), load_weights(model, folder)
 
 
 def cut_short(folder) -> None:
@@ -211,8 +208,7 @@ def test_random_weights_depend_on_the_seed_alone(make_checkpoint):
     randomize_weights(first, seed=1)
     randomize_weights(again, seed=1)
     randomize_weights(other, seed=2)
-    for (name, a), b in zip(first.named_parameters(), again.parameters(), strict=True):
-        assert torch.equal(a, b), name
+    assert_same_weights(first, again)
     assert not torch.equal(first.model.embed_tokens.weight, other.model.embed_tokens.weight)
     layers = first.model.layers
     assert not torch.equal(layers[0].mlp.down_proj.weight, layers[1].mlp.down_proj.weight)
