@@ -89,9 +89,6 @@ class RankedLeaves:
         self._clock, node = self._heap.pop()
         return node
 
-    def __len__(self) -> int:
-        return len(self._heap)
-
     def __iter__(self) -> Iterator[RadixNode]:
         return iter(self._heap)
 
@@ -127,9 +124,6 @@ class PolicyLeaves:
         victim = self._policy.evict()
         check_victims(self._policy, (victim,), self._nodes.__contains__)
         return self._nodes.pop(victim)
-
-    def __len__(self) -> int:
-        return len(self._nodes)
 
     def __iter__(self) -> Iterator[RadixNode]:
         return (self._nodes[block] for block in self._policy)

@@ -12,7 +12,7 @@ so operations on a run copy or compare memory.
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_right
+from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -37,8 +37,6 @@ class RadixKey:
         extras: encoded extra keys of each block in which one begins.
     """
 
-    __slots__ = ("_starts", "_width", "data", "extras")
-
     def __init__(self, seq: Sequence, block_size: int) -> None:
         self._width = _TOKEN_BYTES * block_size
         self.data = seq.token_ids.tobytes()
@@ -48,7 +46,6 @@ class RadixKey:
             for block in sorted(begins):
                 if keys := seq.extra_keys(block * block_size, (block + 1) * block_size):
                     self.extras[block] = encode_extra_keys(keys)
-        self._starts = list(self.extras)
 
     def child_key(self, position: int) -> bytes:
         """Key of the block at ``position`` among the children of the path before it."""
@@ -57,10 +54,7 @@ class RadixKey:
 
     def run_end(self, position: int, last: int) -> int:
         """End of a run that begins at ``position``: ``last``, or the next block with extras."""
-        following = bisect_right(self._starts, position)
-        if following == len(self._starts):
-            return last
-        return min(last, self._starts[following])
+        return min([last, *(start for start in self.extras if start > position)])
 
 
 class Match(NamedTuple):
@@ -234,8 +228,7 @@ class RadixTree:
         extra = key.extras.get(position, b"")
         start = position * self._width
         tokens = key.data[start : start + len(blocks) * self._width]
-        node = RadixNode(parent, extra, tokens, blocks, position)
-        node.lock_ref = 1
+        node = RadixNode(parent, extra, tokens, blocks, position, lock_ref=1)
         parent.children[extra + tokens[: self._width]] = node
         self.leaves.insert(node, is_new=True)
         return node
@@ -243,16 +236,10 @@ class RadixTree:
     def _split(self, node: RadixNode, num_blocks: int) -> RadixNode:
         """Move the first ``num_blocks`` blocks of ``node`` to a new parent, and return it."""
         cut = num_blocks * self._width
-        upper = RadixNode(
-            node.parent, node.extra, node.key[:cut], node.blocks[:num_blocks], node.depth
-        )
-        upper.lock_ref = node.lock_ref
-        upper.accessed, upper.inserted, upper.accesses = node.accessed, node.inserted, node.accesses
+        upper = replace(node, key=node.key[:cut], blocks=node.blocks[:num_blocks], children={})
         parent = node.parent or self.root
         parent.children[node.extra + node.key[: self._width]] = upper
-        node.parent = upper
-        node.extra = b""
-        node.key = node.key[cut:]
+        node.parent, node.extra, node.key = upper, b"", node.key[cut:]
         node.blocks = node.blocks[num_blocks:]
         node.depth += num_blocks
         upper.children[node.key[: self._width]] = node
@@ -283,7 +270,7 @@ class RadixTree:
             )
         leaves = list(self.leaves)
         require(
-            len(leaves) == len(set(leaves)) == len(self.leaves) and set(leaves) == evictable,
+            len(leaves) == len(set(leaves)) and set(leaves) == evictable,
             f"leaves {[n.blocks for n in leaves]}, should be {[n.blocks for n in evictable]}",
         )
         unlocked = sum(len(node.blocks) for node in nodes if not node.lock_ref)
