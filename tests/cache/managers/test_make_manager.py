@@ -25,7 +25,7 @@ def test_a_policy_of_the_users_own_file(tmp_path):
     assert manager_of("vllm_v1", policy=f"{file}:Mine").pool.policy.name == "mine"
 
 
-ORACLE = {"reservation": "oracle"}
+ORACLE, UNCACHED = {"reservation": "oracle"}, {"enable_prefix_caching": False}
 BAD = [
     ("vllm_v9", {}, r"manager='vllm_v9'.*vllm_v1"),
     ("vllm_v1", {"watermark": 0.1}, "no option watermark; its options: .*policy"),
@@ -51,24 +51,15 @@ BAD = [
     ("contiguous", {"reservation": "half"}, "reservation='half'.*max, pow2, oracle"),
     ("contiguous", ORACLE, "final_length=None.*oracle"),
     ("contiguous", {"max_model_len": 33}, "max_model_len=33.*num_blocks=10 .* 32 slots"),
+    *((n, {"policy": "fifo"}, "offer a policy") for n in ("contiguous", "paged")),
+    *((n, {"hash_algorithm": "md5"}, "offer a hash") for n in ("contiguous", "paged", "radix")),
+    ("vllm_v0", {"sliding_window": 8}, "offer a sliding_window together with prefix caching"),
+    ("vllm_v0", UNCACHED | {"policy": "fifo"}, "offer a policy .* without prefix"),
 ]
 
 
 @pytest.mark.parametrize(("name", "options", "says"), BAD, ids=[f"{n}-{o}" for n, o, _ in BAD])
 def test_bad_arguments(name, options, says):
-    with pytest.raises(ValueError, match=says):
+    error = UnsupportedByDesign if says.startswith("offer") else ValueError
+    with pytest.raises(error, match=says):
         make_manager(name, **{"num_blocks": 10, "block_size": 4} | options)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "feature"),
-    [
-        *((n, {"policy": "fifo"}, "policy") for n in ("contiguous", "paged")),
-        *((n, {"hash_algorithm": "sha256"}, "hash") for n in ("contiguous", "paged", "radix")),
-        ("vllm_v0", {"sliding_window": 8}, "sliding_window together with prefix caching"),
-        ("vllm_v0", {"policy": "fifo", "enable_prefix_caching": False}, "policy .* without prefix"),
-    ],
-)
-def test_unsupported_options_are_refused(name, options, feature):
-    with pytest.raises(UnsupportedByDesign, match=f"'{name}' does not offer a {feature}"):
-        manager_of(name, **options)
