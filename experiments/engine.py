@@ -5,11 +5,11 @@
   Hugging Face transformers on the same weights.  Both take turns at being first.
 - ``block_size``, ``policy``, ``manager``: requests of a trace, which all arrive at the start.
 
-Prompts of a trace are divided by ``scale``, and so are its blocks, so prompts share the same blocks
-as before.  The requests are served again without a model.  Policies get no time, so both runs must
-have the same hit rate (``passed``), unless two prompts are equal: only with a model do they also
-share blocks of their outputs.  A cell is timed once (on a GPU after a run that compiles its
-kernels): its hit rate is exact, its time has the noise of the machine.
+Prompts of a trace and its blocks are divided by ``scale``, so prompts share the same blocks as
+before.  The requests are served again without a model.  Policies get no time, so both runs must
+have the same hit rate (``passed``), unless two prompts are equal: only with a model do these also
+share blocks of their outputs.  A cell is timed once, on a GPU after a run that compiles its
+kernels: its hit rate is exact, its time has the noise of the machine.
 """
 
 from __future__ import annotations
@@ -41,9 +41,13 @@ from experiments.load.workloads import OnTraces, Workload
 NO_CACHE = "no_cache"
 """In place of a policy: prefix caching off."""
 _POLICIES = f"lru {NO_CACHE} gittins fifo lfu arc mq safeguarded s3fifo random"
-_AXES = {"throughput": ("system", "graphs", "overlap"), "block_size": ("block_size",)}
-_AXES |= {"policy": ("policy", "pool_percent"), "manager": ("manager",)}
-_AXES |= {"transformers": ("sequences", "prompt_tokens")}
+_AXES: dict[str, tuple[str, ...]] = {
+    "throughput": ("system", "graphs", "overlap"),
+    "block_size": ("block_size",),
+    "policy": ("policy", "pool_percent"),
+    "manager": ("manager",),
+    "transformers": ("sequences", "prompt_tokens"),
+}
 _TEMPERATURE = 0.6
 """Of nano-vLLM's benchmark.  On a trace outputs are greedy, so that they can be compared."""
 _ONLINE = tuple(name for name in cache.POLICIES if name not in ("belady", "reuse_oracle"))
@@ -56,7 +60,7 @@ class OnDevice(OnTraces):
     The default trace is claude_code_512_a; in ``policy`` also the workload agent_loops.
     """
 
-    part: Axis[Literal[tuple(_AXES)]] = tuple(_AXES)
+    part: Axis[Annotated[str, one_of(_AXES)]] = tuple(_AXES)
     model: Annotated[str, one_of(engine_models.NAMES)] | None = None
     """A shape, or the checkpoint of `make model`. None: qwen3-0.6b on a GPU, else llama-100m."""
     scale: Count | None = None
@@ -85,9 +89,15 @@ class OnDevice(OnTraces):
     group = ()  # cells in a row share an engine
 
 
-def cells(options: OnDevice) -> Iterator[OnDevice | Absent]:
+@dataclass(frozen=True, kw_only=True)
+class Cell(OnDevice):
+    model: str
+    num_requests: int
+
+
+def cells(options: OnDevice) -> Iterator[Cell | Absent]:
     gpu, sources = cuda_available(), []
-    fixed = {name: [None] for names in _AXES.values() for name in names}
+    fixed: dict[str, Any] = {name: [None] for names in _AXES.values() for name in names}
     fixed |= {"model": options.model or ("qwen3-0.6b" if gpu else "llama-100m")}
     fixed |= {"num_requests": options.num_requests or (40 if gpu else 18)}
     fixed |= {"graphs": [gpu], "overlap": [gpu], "policy": ["lru"], "manager": ["vllm_v1"]}
@@ -105,7 +115,7 @@ def cells(options: OnDevice) -> Iterator[OnDevice | Absent]:
         if part == "throughput" and not gpu:
             own |= {"system": ["pagelab"], "graphs": [False]}
             yield Absent("throughput with CUDA graphs and of nano-vLLM: there is no GPU here")
-        for cell in grid(options, **fixed | own):
+        for cell in grid(options, Cell, **fixed | own):
             if cell.system != "nano_vllm" or (cell.graphs and not cell.overlap):
                 yield cell
 
@@ -117,7 +127,7 @@ def nano_vllm_requests(requests: int = 256) -> tuple[list, list[int]]:
     return prompts, [draw(100, 1024) for _ in range(requests)]
 
 
-def _requests(cell: OnDevice) -> tuple[list, list[int], int, int, int]:
+def _requests(cell: Cell) -> tuple[list, list[int], int, int, int]:
     """Prompts, output lengths, unique tokens, the scale, and tokens of a block of the prompts."""
     import torch
 
@@ -131,10 +141,11 @@ def _requests(cell: OnDevice) -> tuple[list, list[int], int, int, int]:
         if not len(short):
             raise ValueError(f"--longest {cell.longest}: no prompt of {trace.name} is as short")
         trace = trace.take(short[: cell.num_requests])
+        assert trace.block_size is not None
         unique, block_size = trace.num_unique_blocks * trace.block_size, trace.block_size
     scale = cell.scale or max(1, min(64, block_size // 4))
     if cuda_available() and cell.scale is None:
-        memory = torch.cuda.mem_get_info()[1]  # all, as what is free depends on the cells before
+        memory = torch.cuda.mem_get_info()[1]  # all of it: free memory depends on earlier cells
         share = unique * config.kv_block_bytes(1, config.dtype) / memory
         scale = 2 ** max(0, math.ceil(math.log2(2 * share)))
     if cell.trace and block_size % scale:
@@ -152,7 +163,7 @@ def _requests(cell: OnDevice) -> tuple[list, list[int], int, int, int]:
 
 
 @lru_cache(maxsize=1)
-def _prepare(cell: OnDevice) -> tuple:
+def _prepare(cell: Cell) -> tuple:
     """An LLM that has run, the limits of its steps, and ``_requests``."""
     _prepare.cache_clear()  # a GPU may not have room for two models
     prompts, outputs, unique, scale, trace_block = requests = _requests(cell)
@@ -163,13 +174,13 @@ def _prepare(cell: OnDevice) -> tuple:
     sizes = {"block_size": block_size, "num_blocks": -(-max(2 * longest, unique) // block_size)}
     options = {"threads": cell.threads, "seed": cell.seed, "cuda_graphs": cell.graphs}
     llm = engine_models.make_llm(cell.model, max_model_len=longest, **options, **limits, **sizes)
-    warm = len(prompts) if cuda_available() else 8  # compiles what the cells launch
+    warm = len(prompts) if cuda_available() else 8  # compiles the kernels of the cells
     few = [min(4, count) for count in outputs[:warm]]
     _serve(llm.engine, prompts[:warm], few, 0.0 if cell.trace else _TEMPERATURE)
     return llm, limits, *requests
 
 
-def run_cell(cell: OnDevice) -> list[dict[str, Any]]:
+def run_cell(cell: Cell) -> list[dict[str, Any]]:
     import torch
 
     try:
@@ -183,23 +194,24 @@ def run_cell(cell: OnDevice) -> list[dict[str, Any]]:
         raise Unavailable(str(error).partition(". ")[0]) from error
 
 
-def _nano_vllm(cell: OnDevice) -> dict[str, Any]:
+def _nano_vllm(cell: Cell) -> dict[str, Any]:
     _prepare.cache_clear()
     prompts, outputs, _, scale, _ = _requests(cell)
     seconds = engine_models.nano_vllm_seconds(cell.model, prompts, outputs)
-    row = {"seconds": seconds, "tokens_per_s": sum(outputs) / seconds, "scale": scale}
+    row = cell.columns("part", "model", "graphs", "overlap", "trace", "pool_percent")
+    row |= {"seconds": seconds, "tokens_per_s": sum(outputs) / seconds, "scale": scale}
     row |= {"all_output_tokens": sum(outputs), "dtype": "bfloat16", "variant": cell.system}
-    return cell.columns("part", "model", "graphs", "overlap", "trace", "pool_percent") | row
+    return row
 
 
-def _served(cell: OnDevice) -> dict[str, Any]:
-    shared = dict.fromkeys(("part", "overlap", "policy", "manager", "pool_percent"))
+def _served(cell: Cell) -> dict[str, Any]:
+    shared: Any = dict.fromkeys(("part", "overlap", "policy", "manager", "pool_percent"))
     llm, limits, prompts, outputs, unique, scale, _ = _prepare(replace(cell, **shared))
     engine, longest, block_size = llm.engine, llm.max_model_len, llm.manager.block_size
     engine.overlap = cell.overlap and block_size > 1  # which it needs
     least = (2.0 if cell.manager == "contiguous" else 1.25) * longest
     tokens = math.ceil(max(least, unique * cell.pool_percent / 100))
-    options = {"num_blocks": -(-tokens // block_size), "block_size": block_size}
+    options: dict[str, Any] = {"num_blocks": -(-tokens // block_size), "block_size": block_size}
     options |= engine_models.hash_option(cell.manager)
     options |= {"enable_prefix_caching": cell.policy != NO_CACHE}
     options |= {"policy": cell.policy.replace(NO_CACHE, "lru")}
@@ -222,7 +234,7 @@ def _served(cell: OnDevice) -> dict[str, Any]:
     return row | {"trace": cell.trace and cell.trace.name}
 
 
-def _columns(cell: OnDevice, llm: Any) -> dict[str, Any]:
+def _columns(cell: Cell, llm: Any) -> dict[str, Any]:
     row = cell.columns("part", "model", "threads", "graphs", "overlap") | {"cpu": cpu_model()}
     values = [(name, getattr(cell, name)) for name in _AXES[cell.part]]
     shown = [("" if v else "no ") + n if isinstance(v, bool) else str(v) for n, v in values]
@@ -239,8 +251,9 @@ def _serve(
         steps.append((time.perf_counter(), step.num_tokens == len(step.sequences) > 0))
 
     engine.on_step, engine.manager.clock = on_step, None
-    begin, fixed = time.perf_counter(), {"temperature": temperature, "ignore_eos": True}
-    params = [SamplingParams(max_tokens=length, **fixed) for length in outputs]
+    fixed: dict[str, Any] = {"temperature": temperature, "ignore_eos": True}
+    begin = time.perf_counter()
+    params = [SamplingParams(**fixed, max_tokens=length) for length in outputs]
     ids = [engine.add(*pair) for pair in zip(prompts, params, strict=True)]
     requests = [engine.requests[number] for number in ids]
     while engine.has_unfinished:
@@ -249,7 +262,8 @@ def _serve(
     seconds = time.perf_counter() - begin
     stats, prompt_tokens = [request.stats for request in requests], sum(map(len, prompts))
     decoding = [b - a for (a, _), (b, decodes) in itertools.pairwise(steps) if decodes]
-    row = {"requests": len(stats), "all_prompt_tokens": prompt_tokens, "seconds": seconds}
+    row: dict[str, Any] = {"requests": len(stats)}
+    row |= {"all_prompt_tokens": prompt_tokens, "seconds": seconds}
     row |= {"all_output_tokens": sum(outputs), "tokens_per_s": sum(outputs) / seconds}
     row |= quantiles.columns("decode_step_s", decoding)
     row |= quantiles.of_times("ttft", [request.time_to_first_token for request in stats])
@@ -262,7 +276,7 @@ def _tokens(requests: list) -> list:
     return [request.sequences[0].output_token_ids for request in requests]
 
 
-def _beside_transformers(cell: OnDevice) -> list[dict[str, Any]]:
+def _beside_transformers(cell: Cell) -> list[dict[str, Any]]:
     import torch
 
     _prepare.cache_clear()
@@ -292,7 +306,8 @@ def _beside_transformers(cell: OnDevice) -> list[dict[str, Any]]:
 
     rng, same, seconds = np.random.default_rng(cell.seed), True, np.zeros((cell.repeats + 1, 2, 2))
     for repeat in range(len(seconds)):
-        prompts, tokens = rng.integers(llm.config.vocab_size, size=size).tolist(), [None, None]
+        prompts: list = rng.integers(llm.config.vocab_size, size=size).tolist()
+        tokens: list = [None, None]
         for system in (0, 1)[:: 1 - repeat % 2 * 2]:
             tokens[system], *seconds[repeat, system] = (ours, theirs)[system](prompts)
         same &= tokens[0] == tokens[1]

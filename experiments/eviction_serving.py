@@ -2,20 +2,18 @@
 
 The scheduler and the manager serve slices of a trace, with their own lengths and shared blocks,
 under each policy and pool size; ``GpuClock`` gives the time.  Each slice finds an empty cache.
-Beside the hit rate, of first admissions, the table has time to first token, which a policy is there
-to shorten.  ``no_cache`` (prefix caching off, same memory) and ``infinite`` (nothing is ever
+The table has the hit rate of first admissions and the time to first token, the metric that eviction
+should improve.  ``no_cache`` (prefix caching off, same memory) and ``infinite`` (nothing is ever
 evicted) are the bounds.
 
-A pool of 48 GiB is what an H100 has left beside the weights.  Larger ones stand for several GPUs.
+An H100 has about 48 GiB left for the pool beside the weights.  Larger pools stand for several GPUs.
 
-``host_gib`` adds a tier in host memory to the smallest pool, with ``lru`` in the pool and a policy
-of its own in the tier, see ``HostTier``.  The tier is looked up for what the pool lacks, and its
-blocks cross the PCIe link.
+``host_gib`` adds a tier in host memory to the smallest pool, see ``HostTier``.  The pool then has
+``lru``, and the policy is the tier's.
 
 Requests arrive at the trace's own times, with gaps scaled so that on average ``load`` times as many
-prompt tokens arrive as can be computed.  Requests of more than 131,072 tokens are left out: that is
-the model's maximum.  The clock's tables end at contexts of 65,536; beyond, attention grows as
-between their last rows.  The policy's own work is not part of the time; ``overhead`` measures it.
+prompt tokens arrive as can be computed.  Requests beyond the model's maximum of 131,072 tokens are
+left out.  The policy's own work is not part of the time; ``overhead`` measures it.
 
 Where the trace has think times the loop is closed: only the first request of an agent arrives at
 its scaled time, and each later one a think time after the answer before it.
@@ -27,7 +25,7 @@ number of waiting requests, so it and LRU also run at a higher load.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,6 +98,7 @@ def cells(options: EvictionServing) -> Iterator[EvictionServing]:
 def run_cell(cell: EvictionServing) -> list[dict[str, Any]]:
     whole, clock = workloads.load(cell.trace), _clock(cell.host_ms)
     trace = _served(cell.trace)
+    assert trace.block_size is not None
     block_bytes = trace.block_size * clock.kv_bytes_per_token
     if cell.policy == _INFINITE:
         longest = trace.input_lengths + trace.output_lengths
@@ -120,7 +119,7 @@ def run_cell(cell: EvictionServing) -> list[dict[str, Any]]:
     tier = None
     if cell.host_gib:
         host_blocks = int(cell.host_gib * 2**30 / block_bytes)
-        sizes = {"num_blocks": host_blocks, "block_size": trace.block_size}
+        sizes: dict[str, Any] = {"num_blocks": host_blocks, "block_size": trace.block_size}
         host = cache.make_manager("vllm_v1", **sizes, policy=policy_spec(cell.policy))
         tier = HostTier(clock, manager, host)
     is_closed = trace.columns.keys() >= LOOP_COLUMNS
@@ -130,7 +129,7 @@ def run_cell(cell: EvictionServing) -> list[dict[str, Any]]:
         service=tier or clock,
         time_scale=scale,
         closed_loop=is_closed,
-        on_step=tier and tier.on_step,
+        on_step=tier.on_step if tier else None,
     )
     stats, most = run.stats, most_hits(trace)
     loaded = tier.loaded_blocks if tier else 0
@@ -182,7 +181,7 @@ class HostTier:
         self.max_num_batched_tokens = clock.max_num_batched_tokens
         self.loaded_blocks = 0
         self._clock, self._manager, self._tier = clock, manager, tier
-        self._loaded_to: dict[int, int] = {}
+        self._loaded_to: dict[Hashable, int] = {}
         self._step_blocks = 0
         block_bytes = tier.block_size * clock.kv_bytes_per_token
         self._block_seconds = block_bytes / clock.host_bandwidth
@@ -264,8 +263,8 @@ def _draw(rows: style.DataFrame) -> style.Figure:
                 behind = (of_trace["policy"] == policy) & (of_trace["pool"] == 0)
                 mean(panels[3], of_trace[behind], "tier", "over_lru", **look)
         count, loop = of_trace["slice"].nunique(), of_trace["loop"].iloc[0]
-        titles = f"{trace}\n{count} slices, {loop} loop", "", ""
-        titles += (f"tier behind {pools[0]:g} GiB" if pools else "",)
+        tier = f"tier behind {pools[0]:g} GiB" if pools else ""
+        titles = f"{trace}\n{count} slices, {loop} loop", "", "", tier
         labels = "block hit rate (%)", "time to first token (s)", *("time / LRU's",) * 2
         for axis, title, label in zip(panels, titles, labels, strict=True):
             axis.set(title=title, ylabel=label, xlabel="pool (GiB)")

@@ -1,20 +1,19 @@
 """Use of KV cache memory: contiguous reservations against pages of 1 to 256 tokens.
 
 Redoes figure 2 of the PagedAttention paper (Kwon et al., SOSP 2023): the share of the memory that
-holds tokens, is reserved for tokens to come, or is lost to internal and external fragmentation,
-for the systems before paging (reservations up to the maximum length, to a power of two of the true
-output length, or to the final length) and for paging.
+holds tokens, is reserved for later tokens, or is lost to fragmentation, for paging and for the
+systems before it (reservations of the maximum length, of the next power of two of the output
+length, and of the final length).
 
-The engine's own scheduler serves the requests, without a model, through a real manager.  A step
-takes one unit of time.  It computes the whole prompt of every request it admits and one token of
-the others; the last token of a request is never stored.  Requests arrive in the pattern of the
-trace, with gaps scaled so that the running requests would fill ``load`` times the cache on average
-if memory were unlimited.  With a load above 1 requests queue for memory, as in the paper.
-``max_model_len`` is the next power of two of the longest request; the cache has the slots of
-``sequences_in_cache`` such requests (about 8 in the paper: OPT-13B, 2048 tokens, 15.7k slots).
+The engine's scheduler serves the requests by a real manager, without a model.  A step takes one
+unit of time, computes the whole prompt of each request it admits and one token of each running one.
+The last token of a request is never stored.  Requests arrive in the pattern of the trace, with gaps
+scaled so that unlimited memory would hold ``load`` times the cache on average.  ``max_model_len``
+is the next power of two of the longest request.  The cache has the slots of ``sequences_in_cache``
+such requests (about 8 in the paper: OPT-13B, 2048 tokens, 15.7k slots).
 
 Memory is averaged over the steps in which a request waits, after admission.  Free memory counts as
-external fragmentation if the waiting request would fit were it contiguous.
+external fragmentation if the waiting request would fit into it were it contiguous.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from cache import ServiceModel, Trace, make_manager
-from cache.managers import Contiguous, Paged
+from cache.managers import CacheManager, Contiguous
 from cache.serving import open_loop
 from cache.serving.open_loop import engine_without_model
 from cache.serving.scheduler import Step
@@ -103,9 +102,9 @@ def run_cell(cell: SystemCell) -> list[dict[str, Any]]:
 
 
 def sample(source: Source, num_requests: int) -> tuple[Trace, int]:
-    """``num_requests`` requests at equal distances over the whole trace (all, if it has fewer), and
-    the number of requests left out as faults of the file.  Lengths are at least 1.
+    """``num_requests`` requests at equal distances over the trace (all, if it has fewer).
 
+    Also returns the number of requests left out as faults of the file.  Lengths are at least 1.
     Raises Unavailable if all were left out.
     """
     trace = workloads.load(source)
@@ -139,13 +138,12 @@ _DECODE_STEPS = ServiceModel(
 )
 
 
-def serve(trace: Trace, manager: Contiguous | Paged, arrivals: list[float]) -> dict[str, float]:
-    """Serve all requests by the service model of this file, and leave the manager empty.
+def serve(trace: Trace, manager: CacheManager, arrivals: list[float]) -> dict[str, float]:
+    """Serve all requests in unit steps, and leave the manager empty.
 
-    Returns the columns of a row: ``measured_steps`` counts the steps in which a request waited for
-    memory; ``mean_running`` and the mean shares of the slots by kind (the fields of MemoryUsage)
-    are means over these steps.  The cache must hold a request of the maximum length.  Raises
-    Unavailable if no request ever waits for memory.
+    Returns the columns of a row.  ``measured_steps`` counts the steps in which a request waited for
+    memory; ``mean_running`` and the shares of the slots by kind (the fields of MemoryUsage) are
+    means over these steps.  Raises Unavailable if no request ever waits for memory.
     """
     engine = engine_without_model(
         manager,
@@ -158,8 +156,10 @@ def serve(trace: Trace, manager: Contiguous | Paged, arrivals: list[float]) -> d
     def measure(step: Step) -> None:
         if waiting:
             totals.update(steps=1, running=len(engine.scheduler.running))
-            first = (waiting.first()[1],) if isinstance(manager, Contiguous) else ()
-            usage = manager.memory_usage(*first)
+            if isinstance(manager, Contiguous):
+                usage = manager.memory_usage(waiting.first()[1])
+            else:
+                usage = manager.memory_usage()
             totals.update({kind: getattr(usage, kind) for kind in _KINDS})
 
     engine.on_step = measure

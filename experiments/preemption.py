@@ -8,10 +8,10 @@ the clock of the experiment ``serving``.
 - ``serving``: requests with lengths like ShareGPT's at a rate at which memory runs out, served in
   both modes; each draw has its own requests, which both modes serve.
 
-A block is swapped by one transfer each of K and V in each layer: its bytes at the bandwidth of the
-PCIe link, and ``transfer_us`` beside them.  This time is assumed, and it decides from which block
-size on swapping is no slower: ``summary.csv`` has that size for each assumed time.  Host memory
-holds as many blocks as the GPU.
+A block is swapped by one transfer each of K and V in each layer.  A transfer takes its bytes at the
+bandwidth of the PCIe link plus ``transfer_us``.  This time is assumed, and it decides from which
+block size on swapping is no slower: ``summary.csv`` has that size for each assumed time.  Host
+memory holds as many blocks as the GPU.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def _cost(cell: Cost) -> list[dict[str, Any]]:
 
 
 def _served(cell: Served) -> list[dict[str, Any]]:
-    clock, rows = _clock(cell, cell.host_ms), []
+    clock = _clock(cell, cell.host_ms)
+    rows: list[dict[str, Any]] = []
     host_blocks = {"recompute": 0, "swap": serving.num_blocks(clock)}
     for way, number in host_blocks.items():
         seed = cell.seed, cell.draw
@@ -120,8 +121,10 @@ def _served(cell: Served) -> list[dict[str, Any]]:
 
 
 def summary(rows: style.DataFrame) -> style.DataFrame:
-    """The first block size at which swapping takes at most ``at_most`` times as long as
-    recomputing, infinite if there is none: the median and the range of the draws."""
+    """The smallest block size at which swapping takes at most ``at_most`` times as long.
+
+    Median and range of the draws; infinite without such a size.
+    """
     import pandas as pd
 
     point = ["part", "transfer_us", "context_tokens", "draw"]

@@ -2,14 +2,13 @@
 
 Redoes figures 12, 13, 14 and 17 of Kwon et al. (SOSP 2023): OPT-13B on an A100 40 GB, Poisson
 arrivals, the paper's three kinds of contiguous reservations and paging.  The project's scheduler
-and managers serve every request, and ``GpuClock`` gives the time: the measured card has 80 GB, and
-what its memory bounds is scaled by the bandwidth.
+and managers serve every request, and ``GpuClock`` gives the time.  The measured card has 80 GB;
+memory-bound times are scaled by the bandwidth.
 
-- ``sharegpt``, ``alpaca`` (figures 12, 13): an output per request.
+- ``sharegpt``, ``alpaca`` (figures 12, 13): one output per request.
 - ``alpaca_6_samples``, ``alpaca_6_beams`` and so on (figure 14): several samples of a prompt, or a
-  beam search in which beams survive by chance.  Paging shares their blocks.  Reservations share
-  nothing: each sample or beam is a sequence of its own that computes the prompt.  The copies that
-  their beams would need are not charged, which favours them.
+  beam search in which beams survive by chance.  Paging shares their blocks.  With reservations each
+  sample or beam computes the prompt itself; the copies that beams would need are not charged.
 - ``chat`` (figure 17): a prompt is the last 1,024 tokens of a conversation with, on average, five
   earlier rounds like ShareGPT's (assumed).  K/V are not kept between rounds.
 
@@ -18,13 +17,13 @@ paper's table 1) in blocks of 16 tokens.  At most 512 sequences run at once.
 
 Normalised latency is the mean over requests of the time from arrival to the last token, divided by
 the output tokens.  A manager *sustains* a rate at which it is at most 0.25 s a token.  A cell
-raises the rate until it does not, and bisects the last interval on a logarithmic scale; its middle
-is the ``sustained_rate`` (0 if the first rate was too high).  Rates are a factor of 1.05 apart,
-1.5 to the power 1/8.  This is a resolution and no interval of confidence: ratios that are equal in
-all draws may differ by 5 %.  Requests arrive for ``traffic`` times the latency allowed to a mean
-request (10: 14 minutes of ShareGPT), and all are served.  Absolute rates hang on the assumed host
-time.  Ratios do much less (``sharegpt`` is served without it, too): compare these with the paper's.
-The summary has the batched requests at the highest rate, where requests wait for memory.
+raises the rate until it does not, and bisects the last interval on a logarithmic scale.  Its middle
+is the ``sustained_rate`` (0 if the first rate was too high).  Rates are a factor of 1.05 apart (1.5
+to the power 1/8), so ratios that are equal in all draws may differ by 5 %.  Requests arrive for
+``traffic`` times the latency allowed to a mean request (10: 14 minutes of ShareGPT), and all are
+served.  Absolute rates depend on the assumed host time; ratios depend on it much less, so compare
+ratios with the paper's.  The summary has the batched requests at the highest rate, where requests
+wait for memory.
 """
 
 from __future__ import annotations
@@ -82,11 +81,11 @@ class Load:
 
     def draw(self, rng: np.random.Generator, count: int) -> tuple[list[int], list[int]]:
         """Prompt and output tokens of ``count`` requests."""
-        prompts, outputs = draw_lengths(rng, count, self.like)
+        own, outputs = draw_lengths(rng, count, self.like)
         rounds = rng.geometric(1 / (1 + self.mean_earlier_rounds), count) - 1
         earlier = np.sum(draw_lengths(rng, max(1, sum(rounds)), self.like), 0)[: sum(rounds)]
         owner = np.repeat(np.arange(count), rounds)
-        prompts = prompts + np.bincount(owner, earlier, count) + self.prefix
+        prompts = own + np.bincount(owner, earlier, count) + self.prefix
         return np.minimum(prompts, LONGEST).astype(int).tolist(), outputs
 
 
@@ -163,7 +162,7 @@ def _row(cell: Serving, rate: float) -> dict[str, Any]:
 
 def columns_of(run: open_loop.Run, clock: GpuClock, outputs_each: int = 1) -> dict[str, Any]:
     """Columns of every run on the clock."""
-    latencies = [request.normalized_latency for request in run.requests]
+    latencies = np.array([request.normalized_latency for request in run.requests], float)
     return {
         "model": clock.model,
         "gpu": clock.gpu,
@@ -181,11 +180,14 @@ def columns_of(run: open_loop.Run, clock: GpuClock, outputs_each: int = 1) -> di
 
 
 @functools.cache
-def clock_of(model: str, host_ms: int, block_size: int = 16, **options: float) -> GpuClock:
+def clock_of(
+    model: str, host_ms: int, block_size: int = 16, transfer_seconds: float = 0.0
+) -> GpuClock:
     """The clock of the paper's card."""
-    host = {"host_seconds": host_ms / 1000, "block_size": block_size, **options}
-    limits = {"max_num_seqs": 512, "max_num_batched_tokens": 2560}
-    return GpuClock(model, "A100-SXM-40GB", **host, **limits)
+    return GpuClock(
+        model, "A100-SXM-40GB", host_seconds=host_ms / 1000, transfer_seconds=transfer_seconds,
+        block_size=block_size, max_num_seqs=512, max_num_batched_tokens=2560,
+    )  # fmt: skip
 
 
 def num_blocks(clock: GpuClock) -> int:
@@ -231,7 +233,7 @@ def serve(
     **options: Any,
 ) -> open_loop.Run:
     """Serve these requests by one manager.  ``options`` go to ``Scheduler``."""
-    sizes = {"num_blocks": num_blocks(clock), "block_size": clock.block_size}
+    sizes: dict[str, Any] = {"num_blocks": num_blocks(clock), "block_size": clock.block_size}
     design, _, reservation = system.partition("_")
     if design == "contiguous":
         sizes |= {"reservation": reservation, "max_model_len": _MAX_MODEL_LEN}
@@ -255,7 +257,7 @@ _POINT = ["load", "host_ms", "draw"]
 
 
 def summary(rows: style.DataFrame) -> style.DataFrame:
-    """Medians of the draws, with the least and the greatest ratio of the rates of a draw."""
+    """Medians of the draws, with the range of the ratios of a draw's rates."""
     busiest = rows.loc[rows.groupby([*_POINT, "system"], sort=False)["request_rate"].idxmax()]
     for baseline in ("oracle", "max"):
         rates = busiest[busiest["system"] == f"contiguous_{baseline}"]
@@ -303,7 +305,7 @@ def noted(figure: style.Figure, label: str, notes: str = CLOCK_DISCLAIMER) -> st
     return f"{label}\n{textwrap.fill(notes, int(13 * figure.get_figwidth()))}".strip()
 
 
-QUICK = {"host_ms": (10,), "draw": (0,), "traffic": 0.2, "bisections": 1}
+QUICK: dict[str, Any] = {"host_ms": (10,), "draw": (0,), "traffic": 0.2, "bisections": 1}
 """Options of a search of a second."""
 
 EXPERIMENT = Experiment(

@@ -5,8 +5,8 @@ translates sentences behind a prefix of one example (80 tokens) or five (341 tok
 stores the full blocks of the prefix once and computes them for the first request alone, which saves
 memory and time; ``paged`` and the reservations store and compute them for every request.
 
-Sentences have 30 tokens on average and translations 40 (assumed, not the data set's).  All else is
-as in the experiment ``serving``: clock, cache, and what it means to sustain a rate.
+Sentences have 30 tokens on average and translations 40 (assumed, not the data set's).  Clock, cache
+and search for the rate are those of the experiment ``serving``.
 """
 
 from __future__ import annotations

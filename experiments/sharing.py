@@ -1,10 +1,9 @@
 """Memory saved by sharing blocks: parallel sampling and beam search with 2 to 6 sequences.
 
 Redoes figure 15 of the PagedAttention paper (Kwon et al., SOSP 2023): the blocks saved by sharing,
-as a fraction of the blocks of the same sequences without sharing.  The engine serves one request
-after the other by a real cache manager: a prompt is allocated once and forked, and appending to a
-shared block copies it.  Requests do not share with each other (prefix caching is off).  Blocks are
-counted in every decode step and summed over all requests.
+as a fraction of the blocks of the same sequences without sharing.  The engine serves one request at
+a time by a real cache manager: a prompt is allocated once and forked, and appending to a shared
+block copies it.  Prefix caching is off.  Blocks are summed over all decode steps.
 
 Lengths are log-normal with the means of the paper's Alpaca and ShareGPT requests (19.31 prompt and
 58.45 output tokens, 161.31 and 337.99; the spread is assumed).  No model runs: scores of tokens are
@@ -108,8 +107,8 @@ def _draw(rows: style.DataFrame) -> style.Figure:
         prompt, output = of_trace[["mean_prompt_tokens", "mean_output_tokens"]].iloc[0]
         axis.set(title=f"{trace}: {prompt:,.0f} prompt, {output:,.0f} output tokens")
         axis.set(ylim=(0, 100), xticks=sorted(of_trace["num_sequences"].unique()))
-    labels = {"xlabel": "sequences per request", "ylabel": "blocks saved by sharing (%)"}
-    return style.shared_legend(figure, **labels)
+    ylabel = "blocks saved by sharing (%)"
+    return style.shared_legend(figure, xlabel="sequences per request", ylabel=ylabel)
 
 
 EXPERIMENT = Experiment(

@@ -40,7 +40,7 @@ def model_config(name: str) -> ModelConfig:
 
     if name == SMOLLM2:
         return ModelConfig.from_folder(default_model())
-    shape = dict(zip(_FIELDS.split(), _SHAPES[name], strict=True))
+    shape: dict[str, Any] = dict(zip(_FIELDS.split(), _SHAPES[name], strict=True))
     return ModelConfig(
         architecture="Qwen3ForCausalLM" if name.startswith("qwen3") else "LlamaForCausalLM",
         max_position_embeddings=40_960,
@@ -101,12 +101,15 @@ def transformers_model(llm: LLM) -> Any:
 def _transformers_config(config: ModelConfig) -> Any:
     import transformers
 
-    names = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "rms_norm_eps")
-    names += ("max_position_embeddings", "tie_word_embeddings", "dtype")
+    names = "vocab_size hidden_size intermediate_size head_dim rms_norm_eps"
+    names += " max_position_embeddings tie_word_embeddings dtype"
+    rope = config.ropes[0]
+    assert rope is not None
     return getattr(transformers, config.architecture.replace("ForCausalLM", "Config"))(
-        **{name: getattr(config, name) for name in names}, num_hidden_layers=config.num_layers,
+        **{name: getattr(config, name) for name in names.split()},
+        num_hidden_layers=config.num_layers,
         num_attention_heads=config.num_q_heads, num_key_value_heads=config.num_kv_heads,
-        rope_parameters={"rope_type": "default", "rope_theta": config.ropes[0].theta},
+        rope_parameters={"rope_type": "default", "rope_theta": rope.theta},
         bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
 
