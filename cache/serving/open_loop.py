@@ -1,8 +1,8 @@
 """Requests served by an engine at their arrival times.
 
-Open loop: a request arrives at its time, however busy the engine is.  If the load exceeds what the
-engine can serve, a queue builds up.  A request that arrives during a step counts from that time.
-Closed loop: a request arrives some time after another one is finished.
+Open loop: a request arrives at its time, however busy the engine is, and queues if the load is too
+high.  A request that arrives during a step counts from that time.  Closed loop: a request arrives
+some time after another one is finished.
 
 Time is real, or modelled by a clock that gives the duration of each step; then no time is spent.
 The scheduler, the manager and the policy of the engine decide in both cases.

@@ -11,9 +11,8 @@ arrival ("priority"), running ones first:
 
 So the first running sequence can always take the blocks it needs, up to the whole cache.  Every
 step computes tokens of it or brings a sequence back, so there is no livelock.  With "fcfs" every
-request ends.  With "priority" a request ends if only finitely many of smaller priority arrive.  A
-waiting request does not preempt running ones.  The exception is when all running sequences are
-beams that wait for other beams behind it in the queue.
+request ends; with "priority" if only finitely many requests of smaller priority arrive.  A waiting
+request preempts running sequences only if they are all beams that wait for beams behind it.
 
 With ``prefill_first`` a step computes either prompts or decoded tokens: no sequence decodes while a
 prompt can be computed.  That is the order of Nano-vLLM and of vLLM's first engine; budgets and
@@ -192,7 +191,7 @@ class Scheduler:
                     f"{self.manager.num_blocks} blocks are free, can_allocate says "
                     f"{self.manager.can_allocate(head).name}"
                 )
-            # The running ones are beams that wait for others, which a new request is ahead of.
+            # The running sequences are beams, and the queue's head is ahead of the beams they need.
             self._preempt(self.running.pop(), step)
         return step
 
@@ -246,11 +245,11 @@ class Scheduler:
         if not self.waiting or step.preempted:
             return
         num_forks = sum(map(attrgetter("num_pending_forks"), self.running))
-        places = self.max_num_seqs - len(self.running) - num_forks
+        num_free = self.max_num_seqs - len(self.running) - num_forks
         while self.waiting and budget > 0:
             seq = self.waiting.first()[1]
-            places -= 1 + seq.num_pending_forks
-            if places < 0:
+            num_free -= 1 + seq.num_pending_forks
+            if num_free < 0:
                 break
             count = self._admit(seq, budget, step)
             if count is None:

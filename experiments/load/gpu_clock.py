@@ -13,23 +13,22 @@ rest is modelled:
 
 * Decoding sequences of unequal lengths: each takes its share of a batch of sequences like itself,
   and all together at least as long as the longest alone.
-* A chunk of a prompt behind a cached prefix, which no table has: a whole prompt of equal work, that
-  is, with as many pairs of query and key.  Several are combined like decoding sequences.
-* Decoding contexts beyond the table's longest, up to twice it and to the model's own maximum: time
-  grows as between the two last measured rows.  The same rule one row shorter misses the longest
-  rows of all tables that these models use, at batches of 1 to 8, by 10.5 % (median 3 %).
-  On an H100 the mean is 5 % and the worst 32 %, for Llama 3.1 8B on one 4 and 9 %.  Worst is 74 %,
-  on the L40S: the two rows before were read from its L2, which the longest exceeds.
+* A chunk of a prompt behind a cached prefix, which no table has: a whole prompt with as many pairs
+  of query and key.  Several are combined like decoding sequences.
+* Decoding contexts of up to twice the table's longest: time grows as between the two last measured
+  rows.  The same rule one row shorter misses the longest rows of all tables, at batches of 1 to 8,
+  by 10.5 % (median 3 %); on an H100 by 5 %, at most 32 % (Llama 3.1 8B: 4 %, at most 9 %); at most
+  by 74 %, on the L40S, whose L2 held the two rows before.
 * Decoding with more KV heads than the table has (A100: 8): that many sequences of 8 heads.
 * A product with more columns than the table has (LM heads): parts of equal size.
 * Small kernels (norms, RoPE, activations): their bytes at 80 % of the bandwidth, and 2 us each.
   Sampling reads the logits five times.
-* Block copies at the memory's bandwidth, swaps at the PCIe link's, not overlapped.  A swap of a
-  block is a transfer each of K and V in each layer, with ``transfer_seconds`` beside its bytes.
-* A GPU with another bandwidth than the measured one: what memory bounds takes longer in proportion.
+* Block copies at the memory's bandwidth.  Swaps at the PCIe link's, not overlapped: a transfer each
+  of K and V in each layer, which takes ``transfer_seconds`` beside its bytes.
+* A GPU with another bandwidth than the measured one: memory-bound time scales with the bandwidth.
 
-``host_seconds`` is what the engine's own code adds to each step: an assumption of the caller, as is
-``transfer_seconds``.
+``host_seconds``, the time of the engine's own code in each step, and ``transfer_seconds`` are
+assumptions of the caller.
 """
 
 from __future__ import annotations
@@ -67,8 +66,8 @@ class GpuClock:
         transfer_seconds: assumed time of each transfer to or from the host, beside its bytes.
         block_size: tokens of the blocks that steps copy and swap.
 
-    Raises ValueError, listing what there is, for a model, GPU or shape that was not measured, and
-    naming the measured range for a step beyond it.
+    Raises ValueError for a model, GPU or shape that was not measured (the message lists those that
+    were), and for a step beyond the measured range.
     """
 
     def __init__(

@@ -2,12 +2,12 @@
 
 The clock (experiments/load/gpu_clock.py) sums up operator times.  This table compares the sums with
 engines that ran: time per token of decoding batches and of prompts, time to first token, and
-throughput of a whole run, which the project's own scheduler serves.  README.md has the sources, and
-what they leave open.  A published launch of 10 steps is compared with the mean of four of them.
+throughput of a whole run, which the project's own scheduler serves.  README.md has the sources and
+their gaps.  A published launch of 10 steps is compared with the mean of four of them.
 
-Errors are those without host time, but for ``anyscale``, whose launcher sleeps 10 ms a step.  The
-first, third, ... case of each engine is ``chosen``: ``hosts.csv`` has the host time with the least
-error on these, and the errors of the ``judged`` others with it and without.
+Errors are without host time, except ``anyscale``, whose launcher sleeps 10 ms a step.
+``hosts.csv`` has the host time of each engine with the smallest error on its ``chosen`` cases (the
+first, third, ...), and the errors on its ``judged`` cases with and without it.
 """
 
 from __future__ import annotations
