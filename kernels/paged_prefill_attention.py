@@ -27,9 +27,8 @@ more tiles of rows a sequence has, the fewer chunks. All of this depends on the 
 its result is bitwise the same in any batch.
 
 This kernel also computes the prefix part of cascade (shared_prefix_decode_attention.py). There the
-"sequence" is a group, its queries are one per member, and each follows a suffix of its own, so the
-windows of the rows begin at different positions. The result of a member must not depend on its
-group, so tiles and splits start at fixed positions, whatever the windows.
+"sequence" is a group with one query per member. Each query follows a suffix of its own, so the
+windows of the rows begin at different positions, but tiles and splits do not depend on them.
 """
 
 from __future__ import annotations

@@ -257,8 +257,8 @@ def _sample_tokens_kernel(
 def _kth_largest(row_ptr, k, vocab_size, stride_token, floor, LANES: tl.constexpr):
     """The k-th largest logit of a row, and how many of the first k equal it.
 
-    Returns ordered bits and a number: the first k are the tokens above these bits and so many that
-    have them. The bits are compared digit by digit, base 8. The eight counts of a lane are the
+    Returns ordered bits and a number: the first k are the tokens above these bits and this many
+    with them. The bits are compared digit by digit, base 8. The eight counts of a lane are the
     bytes of an integer, so a row has at most 255 LANES tokens.
     """
     lanes = tl.arange(0, LANES)

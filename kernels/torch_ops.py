@@ -4,11 +4,7 @@ torch.export.
 A decorator on a launcher registers an operator of the same name, with a schema from its annotations
 and a fake implementation (results without data). The decorated function calls the operator while
 torch.compile or torch.export traces, and the launcher directly otherwise, so eager calls do not pay
-for the dispatcher. There are two decorators:
-
-    functional_op   returns fresh tensors or None; may also write into named arguments
-    attention_op    writes to `out` and returns the LSE, since an operator may not return one of its
-                    arguments; the traced function allocates `out` where the caller did not
+for the dispatcher.
 
 A schema has no type for "a number or a tensor", the type of an fp8 cache's scales. Operators take
 tensors only, and a traced call converts numbers.
@@ -122,8 +118,8 @@ def functional_op(
 def attention_op(launcher: Callable) -> Callable:
     """Register an attention launcher: q first, `out` and `return_lse` keyword-only.
 
-    Its operator takes a required `out`, which it mutates, and returns the LSE, shaped like q
-    without head_dim, or an empty tensor without return_lse.
+    An operator may not return an argument, so this one takes a required `out`, which it mutates,
+    and returns the LSE, shaped like q without head_dim, or an empty tensor without return_lse.
     """
     launch = _on_its_gpu(launcher, remembers=True)
     parameters = dict(inspect.signature(launcher, eval_str=True).parameters)
