@@ -158,7 +158,7 @@ def _predict_kernels(card: str) -> list[dict[str, Any]]:
 
 
 def _predict_engine(card: str) -> list[dict[str, Any]]:
-    """Nothing for a card that ``GpuClock`` has no times of."""
+    """No rows for a card without times in ``GpuClock``."""
     from cache import make_manager
     from cache.serving import open_loop
     from experiments import gpu_times

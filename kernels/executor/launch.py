@@ -143,16 +143,10 @@ def _kernel(ptx: str) -> Kernel:
 
 
 def run_ptx(
-    ptx: str,
-    arguments: Sequence[torch.Tensor | float],
-    *,
-    grid: tuple[int, int, int] = (1, 1, 1),
-    num_warps: int = 1,
-    shared_bytes: int = 0,
-    seed: int | None = None,
-    fresh: FreshMemory | None = None,
-    dependent: bool = False,
-) -> Counts:
+    ptx: str, arguments: Sequence[torch.Tensor | float], *, grid: tuple[int, int, int] = (1, 1, 1),
+    num_warps: int = 1, shared_bytes: int = 0, seed: int | None = None,
+    fresh: FreshMemory | None = None, dependent: bool = False,
+) -> Counts:  # fmt: skip
     """Execute one kernel given as PTX, without Triton: its parameters are `arguments` in order.
 
     Args:

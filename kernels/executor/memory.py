@@ -415,12 +415,6 @@ def _begin_atomics(memory, threads, addresses, mask, size, release, acquire, pla
             memory.programs[program - 1].acquired = memory.clock[0]
 
 
-def _reserve(count: int, dtype: np.dtype) -> np.ndarray:
-    """Zeros; the operating system allocates only the pages that are touched."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
-    return np.frombuffer(mmap.mmap(-1, max(count, 1) * dtype.itemsize, flags=flags), dtype)
-
-
 class CheckedMemory:
     """Windows of memory, with a record of each unit. Accesses raise Fault.
 
@@ -433,15 +427,13 @@ class CheckedMemory:
     race: FaultKind
 
     def __init__(self, windows, regions, num_bytes: int, num_arguments: int, num_programs: int):
+        # Zeros, of which the operating system allocates only the pages that are touched.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+        pages = mmap.mmap(-1, max(num_bytes, 1) * _RECORD.itemsize, flags=flags)
+        records, programs = np.frombuffer(pages, _RECORD), np.zeros(num_programs, _PROGRAM)
+        clock, report = np.zeros(1, np.int64), np.zeros(5, np.int64)
         self.arrays = Arrays(
-            SPACE,
-            windows,
-            num_arguments,
-            regions,
-            _reserve(num_bytes, _RECORD),
-            np.zeros(num_programs, _PROGRAM),
-            np.zeros(1, np.int64),
-            np.zeros(5, np.int64),
+            SPACE, windows, num_arguments, regions, records, programs, clock, report
         )
 
     def threads(self, batch) -> Threads:

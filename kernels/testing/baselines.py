@@ -36,9 +36,10 @@ PAGE_SIZE = 256
 class Baseline:
     """One implementation, called where `unavailable` has no reason.
 
-    `decode` and `prefill` have the tensors and results of our ops, causal and with a scale of
-    head_dim ** -0.5. Only a `prefill` with `prefill_syncs` synchronises with the host. Errors of a
-    package pass through.
+    `decode` and `prefill` take the tensors of `paged_decode_attention` and
+    `paged_prefill_attention` and return their `out`, causal and with a scale of head_dim ** -0.5.
+    Only a `prefill` with `prefill_syncs` synchronises with the host. Errors of a package pass
+    through.
     """
 
     name: str
@@ -51,23 +52,6 @@ class Baseline:
 
     def unavailable(self, q: torch.Tensor, k_cache: torch.Tensor) -> str | None:
         """Why this baseline cannot serve such tensors here, or None if it can."""
-        raise NotImplementedError
-
-    def decode(
-        self,
-        q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
-        block_tables: torch.Tensor, context_lens: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
-        """Same as `kernels.paged_decode_attention`: (batch, num_q_heads, head_dim)."""
-        raise NotImplementedError
-
-    def prefill(
-        self,
-        q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
-        block_tables: torch.Tensor, cu_seqlens_q: torch.Tensor, context_lens: torch.Tensor,
-        *, max_seqlen_q: int,
-    ) -> torch.Tensor:  # fmt: skip
-        """Same as `kernels.paged_prefill_attention`, causal: (total_q, num_q_heads, head_dim)."""
         raise NotImplementedError
 
 

@@ -304,14 +304,10 @@ def _add_rms_norm(s: Sizes) -> Case:
     x, residual = random.normal(s.num_tokens, 2 * width, dtype=s.dtype).chunk(2, dim=1)
     adds = "alone" not in s.features
     weight = random.normal(width, dtype=s.dtype)
+    inputs = {"x": x, "residual": residual if adds else None, "weight": weight}
     return Case(
         "add_rms_norm",
-        {
-            "x": x,
-            "residual": residual if adds else None,
-            "weight": weight,
-            "offset": float("offset" in s.features),
-        },
+        inputs | {"offset": float("offset" in s.features)},
         num_bytes=(2 + 2 * adds) * x.numel() * x.itemsize + weight.nbytes,
         flops=(4 + adds) * x.numel(),
         writes=("residual",) if adds else (),
@@ -356,14 +352,10 @@ def _slot_mapping_from_positions(s: Sizes) -> Case:
         positions[::7] = -1
     lens = torch.tensor(s.context_lens, dtype=torch.int64)
     seqs = torch.arange(len(lens)).repeat_interleave(lens)
+    inputs = {"positions": positions.to(s.device), "block_tables": batch.block_tables}
     return Case(
         "slot_mapping_from_positions",
-        {
-            "positions": positions.to(s.device),
-            "block_tables": batch.block_tables,
-            "seq_ids": seqs.to(s.device),
-            "block_size": s.block_size,
-        },
+        inputs | {"seq_ids": seqs.to(s.device), "block_size": s.block_size},
         num_bytes=24 * len(positions) + _table_bytes(s, s.context_lens),
     )
 
@@ -470,13 +462,9 @@ def _paged_prefill_attention(s: Sizes) -> Case:
 
 
 def _shared_prefix_decode_attention(s: Sizes) -> Case:
-    inputs = random_shared_prefix_args(
-        s.group_sizes,
-        s.prefix_lens,
-        s.context_lens,
-        window_size=s.score_options.get("window_size"),
-        **s.paged,
-    )
+    sizes = s.group_sizes, s.prefix_lens, s.context_lens
+    window_size = s.score_options.get("window_size")
+    inputs = random_shared_prefix_args(*sizes, window_size=window_size, **s.paged)
     groups = zip(s.group_sizes, s.prefix_lens, strict=True)
     pairs = sum(s.context_lens) + sum(size * prefix for size, prefix in groups)
     cached = [*s.prefix_lens, *s.context_lens]

@@ -56,15 +56,9 @@ def poison_(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def make_cache(
-    num_blocks: int,
-    block_size: int,
-    num_kv_heads: int,
-    head_dim: int,
-    *,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    layout: str = "NHD",
-) -> tuple[torch.Tensor, torch.Tensor]:
+    num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, *,
+    dtype: torch.dtype, device: torch.device | str, layout: str = "NHD",
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """A poisoned (k_cache, v_cache), each (num_blocks, block_size, num_kv_heads, head_dim).
 
     layout: "NHD": in the order of the shape. "HND": heads outside slots. "layer": one layer of a
@@ -129,24 +123,13 @@ def hidden_tokens(
 
 
 def random_paged_batch(
-    context_lens: Sequence[int],
-    *,
-    num_q_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    kv_dtype: torch.dtype | None = None,
-    query_lens: Sequence[int] | None = None,
-    layout: str = "NHD",
-    seed: int = 0,
-    hidden_tokens: Sequence[int] | None = None,
-    first_block: int = 0,
-    spare_blocks: int = 3,
-    table_width: int | None = None,
-    exponent: int | None = None,
-) -> PagedBatch:
+    context_lens: Sequence[int], *,
+    num_q_heads: int, num_kv_heads: int, head_dim: int, block_size: int,
+    dtype: torch.dtype, device: torch.device | str, kv_dtype: torch.dtype | None = None,
+    query_lens: Sequence[int] | None = None, layout: str = "NHD", seed: int = 0,
+    hidden_tokens: Sequence[int] | None = None, first_block: int = 0, spare_blocks: int = 3,
+    table_width: int | None = None, exponent: int | None = None,
+) -> PagedBatch:  # fmt: skip
     """Normally distributed queries, keys and values in a shuffled, poisoned paged cache.
 
     dtype, kv_dtype: of the queries, and of the cache if it has another dtype (fp8).

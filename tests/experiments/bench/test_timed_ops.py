@@ -10,30 +10,22 @@ from experiments.bench.shapes import OURS, Shape, Timed, WrongResult
 from experiments.bench.timed_ops import OPS, problem_of, refusal
 from experiments.harness import Unavailable
 
-_HEADS = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 32}
-FP8 = "float8_e4m3fn"
-SHAPES = {
-    "decode": Shape(op="decode", batch=3, context_len=37, block_size=16, **_HEADS),
-    "decode-fp16": Shape(
-        op="decode", batch=2, context_len=20, block_size=7, dtype="float16", **_HEADS
-    ),
-    "prefill": Shape(op="prefill", batch=2, context_len=45, query_len=19, block_size=24, **_HEADS),
-    "decode-pages": Shape(op="decode", batch=2, context_len=200, block_size=128, **_HEADS),
-    "prefill-pages": Shape(
-        op="prefill", batch=2, context_len=300, query_len=150, block_size=128, **_HEADS
-    ),
-    "cascade": Shape(
-        op="cascade", batch=3, context_len=48 + 21, prefix_len=48, block_size=16, **_HEADS
-    ),
-    "norm": Shape(op="norm", batch=21, block_size=16, **_HEADS),
-    "gate": Shape(op="gate", batch=21, block_size=16, **_HEADS),
-    "store": Shape(op="store", batch=21, block_size=16, **_HEADS),
-    "store-fp8": Shape(op="store", batch=9, block_size=16, kv_dtype=FP8, **_HEADS),
-    "copy": Shape(op="copy", batch=3, block_size=8, num_layers=2, **_HEADS),
-    "copy-fp8": Shape(op="copy", batch=3, block_size=8, num_layers=2, kv_dtype=FP8, **_HEADS),
-    "swap_out": Shape(op="swap_out", batch=3, block_size=8, num_layers=2, **_HEADS),
-    "swap_in": Shape(op="swap_in", batch=3, block_size=8, num_layers=2, **_HEADS),
+FP8 = {"kv_dtype": "float8_e4m3fn"}
+LAYERS = {"block_size": 8, "num_layers": 2}
+SIZES = {
+    "decode": {"batch": 3, "context_len": 37},
+    "decode-fp16": {"batch": 2, "context_len": 20, "block_size": 7, "dtype": "float16"},
+    "prefill": {"batch": 2, "context_len": 45, "query_len": 19, "block_size": 24},
+    "decode-pages": {"batch": 2, "context_len": 200, "block_size": 128},
+    "prefill-pages": {"batch": 2, "context_len": 300, "query_len": 150, "block_size": 128},
+    "cascade": {"batch": 3, "context_len": 48 + 21, "prefix_len": 48},
+    **{op: {"batch": 21} for op in ("norm", "gate", "store")},
+    "store-fp8": {"batch": 9, **FP8},
+    "copy-fp8": {"batch": 3, **LAYERS, **FP8},
+    **{op: {"batch": 3, **LAYERS} for op in ("copy", "swap_out", "swap_in")},
 }
+HEADS = {"block_size": 16, "num_q_heads": 4, "num_kv_heads": 2, "head_dim": 32}
+SHAPES = {name: Shape(op=name.partition("-")[0], **HEADS | sizes) for name, sizes in SIZES.items()}
 
 
 def run(shape, implementation=OURS):
