@@ -193,7 +193,9 @@ class ClassPolicy(EvictionPolicy):
         if not self._released:
             raise IndexError("evict: no block is released")
         block = self._choose()
-        self._give_up(block)
+        class_ = self._class
+        self.remove(block)
+        self._class = class_
         return block
 
     def _choose(self) -> int:
@@ -206,7 +208,7 @@ class ClassPolicy(EvictionPolicy):
                     self._number += 1
                     return block
         least, least_worth = -1, 0.0
-        for class_ in range(len(self._worths)):
+        for class_ in self._candidates():
             block = self._oldest(class_)
             if block >= 0:
                 record = self._blocks[block]
@@ -215,6 +217,10 @@ class ClassPolicy(EvictionPolicy):
                     least, least_worth, self._class = block, worth, class_
                     self._number, self._released_ms = record.number, record.released_ms
         return least
+
+    def _candidates(self) -> Iterable[int]:
+        """Classes with released blocks, in order; the replay tries all of them."""
+        return [class_ for class_, blocks in enumerate(self._classes) if blocks]
 
     def _oldest(self, class_: int) -> int:
         """The oldest released block of a class; -1 if there is none."""

@@ -59,7 +59,7 @@ def ordered(num_items: int) -> Operations:
 
 
 def ghosts(policy: PriorityPolicy | ClassPolicy, trace: Trace, capacity: int) -> Operations:
-    """A ``GhostList``; a policy finds what it remembers of a ghost in the record of its block."""
+    """A ``GhostList`` without values: the record of a block remains when it is evicted."""
     operations = ordered(trace.num_unique_blocks)
     operations.state["capacity"] = num_ghosts(policy.name, policy.ghost_ratio, capacity)
     return Operations("ghosts", _ORDER | {"add": _add_ghost, "take": _take_ghost}, operations.state)
@@ -108,7 +108,7 @@ _ORDER |= {"move_to_end": _move_to_end, "has": lambda self, key: self.links[key]
 
 
 def bag(trace: Trace, generator: random.Random) -> Operations:
-    """A ``Bag`` of blocks, whose ``draw(generator)`` gives what it does in Python."""
+    """A ``Bag`` of blocks, with the same draws from ``generator`` as in Python."""
     _, state, _ = generator.getstate()
     twin = np.random.RandomState()
     twin.set_state(("MT19937", np.array(state[:-1], np.uint32), state[-1], 0, 0.0))
@@ -148,9 +148,9 @@ def _draw(self, _generator=None):
 def heaps(num_items: int, capacity: int, count: int = 1) -> Operations:
     """``count`` times ``LazyHeap``, for at most ``capacity`` items, each in one heap at a time.
 
-    Entries that come in by rising priority are in a queue, the other ones in a heap.  The second
-    number of a priority, if there is one, rises from item to item.  An item that is pushed with the
-    same one again has its entry again.
+    Entries that come in by rising priority are in a queue, all further entries in a heap.  A second
+    number of a priority must rise from item to item.  If an item is pushed with the same second
+    number again, its old entry counts again.
     """
     shape = count, 2 * min(capacity, num_items) + 64
     state = {
