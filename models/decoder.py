@@ -117,8 +117,8 @@ class DecoderLayer(nn.Module):
     def forward(self, x, residual, rotation, kv_cache, metadata):
         """Returns x and residual for the next layer.
 
-        x: output of the previous layer.  residual: stream to which x is added, in place; None if x
-            is the stream.
+        x: output of the previous layer.  residual: stream to which x is added, in place, or None
+            where x is the stream.
         """
         normalised = self.input_layernorm(x, residual)
         residual = x if residual is None else residual

@@ -79,7 +79,7 @@ class LLMOptions:
             to min(4 GiB, 25 % of available memory).
         max_model_len: longest sequence, prompt included.  Default: the largest that fits model and
             cache.
-        max_num_seqs, max_num_batched_tokens: maximum number of sequences and of tokens of a step.
+        max_num_seqs, max_num_batched_tokens: maximum number of sequences and tokens of a step.
         enable_prefix_caching: share the K/V of equal prefixes.
         enable_chunked_prefill: compute prompts longer than max_num_batched_tokens in chunks.
         scheduling: "mixed": a step decodes and computes prompts; "prefill_first": one or the other.

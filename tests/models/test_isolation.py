@@ -120,7 +120,7 @@ STOPS = [
 
 
 def accepted(name: str) -> list:
-    """Odd values of a field that SamplingParams accepts; it refuses others by a ValueError."""
+    """Odd values of a field that SamplingParams accepts.  The rest raise ValueError."""
     values = []
     for value in ODD + STOPS:
         try:

@@ -294,29 +294,22 @@ def test_more_positions_than_rope_tells_apart_need_a_longest_sequence():
     assert LLM(config, num_blocks=20, max_model_len=64).max_model_len == 64
 
 
-@pytest.mark.parametrize(
-    ("prompts", "params", "message"),
-    [
+def test_prompts_and_parameters_that_do_not_fit_are_named(text_checkpoint):
+    llm = LLM(text_checkpoint, num_blocks=4)
+    for prompts, params, message in (
         ([[1], [2] * 64], GREEDY, r"prompts\[1\]: prompt: has 64 tokens; needs at most 63"),
         (b"abc", GREEDY, r"prompts\[0\]: prompt: got bytes, b'abc'"),
         ([b"abc"], GREEDY, "got bytes"),
         ("a\ud800", GREEDY, "surrogates not allowed"),
         ([[1], [2], [3]], [GREEDY] * 2, "sampling_params: 2 for 3 prompts; needs one for all, or"),
         ([[1]], [7], r"sampling_params\[0\]=7: needs SamplingParams"),
-    ],
-)
-def test_prompts_and_parameters_that_do_not_fit_are_named(
-    prompts, params, message, text_checkpoint
-):
-    llm = LLM(text_checkpoint, num_blocks=4)
-    with pytest.raises(ValueError, match=message):
-        llm.generate(prompts, params)
+    ):
+        with pytest.raises(ValueError, match=message):
+            llm.generate(prompts, params)
     assert not llm.engine.has_unfinished
-
-
-def test_texts_need_a_tokenizer(make_llm):
+    llm.tokenizer = None
     with pytest.raises(ValueError, match=r"prompts\[0\]: prompt: a text needs a tokenizer\.json"):
-        make_llm(num_blocks=4).generate("Hello", GREEDY)
+        llm.generate("Hello", GREEDY)
 
 
 def test_priorities_need_a_scheduler_that_reads_them(make_llm):

@@ -152,9 +152,6 @@ def test_nothing_is_shared_across_salts(make_llm):
     outputs = [llm.generate(prompt, GREEDY)[0] for prompt in prompts]
     assert [output.stats.num_cached_tokens for output in outputs] == [0] * 3 + [24] * 3
     assert {tuple(output.prompt_token_ids) for output in outputs} == {tuple(PROMPT)}
-
-
-def test_a_salt_of_another_type_is_refused():
     with pytest.raises(ValueError, match=r"cache_salt=7: needs str \| bytes, got int"):
         SaltedPrompt(PROMPT, 7)
 
@@ -249,20 +246,18 @@ def test_the_command_line_chats(chat_checkpoint, capsys):
     assert "--chat: takes each --prompt as a message" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("messages", "message"),
-    [
+def test_messages_that_the_template_refuses(chat_checkpoint):
+    llm = LLM(chat_checkpoint, num_blocks=64)
+    for messages, message in (
         ([{"role": "tool", "content": "w1"}], "tokenizer_config.json: no tools"),
         ([["w1"]], "messages: needs mappings, got 'w1'"),
         (7, "messages: needs mappings, got 7"),
         (MESSAGES[0], "messages: needs mappings, got 'r'"),
         ([{"role": "user", "content": "\ud800"}], "surrogates not allowed"),
         ([{"role": "user", "content": [{"type": "image"}]}], "parts of type text, got .*image"),
-    ],
-)
-def test_messages_that_the_template_refuses(messages, message, chat_checkpoint):
-    with pytest.raises(ValueError, match=message):
-        LLM(chat_checkpoint, num_blocks=64).chat(messages, GREEDY)
+    ):
+        with pytest.raises(ValueError, match=message):
+            llm.chat(messages, GREEDY)
 
 
 def test_a_chat_needs_a_template_that_can_be_read(text_checkpoint):

@@ -49,7 +49,7 @@ def test_swapped_blocks_come_back_bit_by_bit(backend, make_llm):
     assert torch.equal(runner.kv_cache, before)
     assert torch.equal(runner.host_cache[:, :, [0, 4, 2]], before[:, :, [3, 17, 5]])
     runner.kv_cache[:, :, [3, 17, 5]] = torch.nan
-    # Out, then copies, then in: block 9 gets the old content of block 1, block 1 that of block 5.
+    # Out, then copies, then in: block 1's old content goes to block 9, block 5's to block 1.
     step = Step(swap_out=[(2, 1)], copies=[(1, 9), (9, 2)], swap_in=[(0, 3), (4, 17), (2, 1)])
     runner.run(step, manager)
     expected = before.clone()

@@ -99,7 +99,7 @@ def test_outputs_of_a_seeded_request_are_independent():
 
 
 def test_kernels_sample_as_the_reference_does():
-    """Each kind of seeded row, alone and in a batch with all others and one without a seed."""
+    """Each kind of seeded row, alone and in a batch with all kinds and an unseeded row."""
     kinds = [params for params, _ in DISTRIBUTIONS.values()]
     kinds += [SamplingParams(min_p=0.1, temperature=2.0), SamplingParams(temperature=0.0)]
     kinds.append(SamplingParams())
