@@ -69,9 +69,7 @@ class _Ours:
         longest = 2 * cell.lengths[1]
         # A power of two, as contiguous reserves them.
         blocks_per_sequence = 1 << (-(-longest // _BLOCK_SIZE) - 1).bit_length()
-        reserved: dict[str, Any] = {}
-        if cell.manager == "contiguous":
-            reserved["max_model_len"] = longest
+        reserved: Any = {"max_model_len": longest} if cell.manager == "contiguous" else {}
         manager = cache.make_manager(
             cell.manager,
             block_size=_BLOCK_SIZE,

@@ -147,9 +147,7 @@ def run_cell(cell: ManagersCell) -> list[dict[str, Any]]:
                 VLLMManager(algorithm, cell.pool_blocks, _BLOCK_SIZE)
                 for algorithm in HASH_ALGORITHMS.values()
             ]
-    turns: list[tuple[Any, dict[str, list[float]]]] = [
-        (manager, defaultdict(list)) for manager in managers
-    ]
+    turns: list[tuple[Any, Any]] = [(manager, defaultdict(list)) for manager in managers]
     prompts = _prompts(np.random.default_rng(cell.seed), cell.pool_blocks)
     new_blocks = (_PROMPT_TOKENS - _PREFIX_TOKENS) // _BLOCK_SIZE
     num_filling = -(-2 * cell.pool_blocks // (new_blocks * _REQUESTS_A_TURN)) * _REQUESTS_A_TURN
