@@ -43,21 +43,18 @@ def alone(tokens, params: SamplingParams, *, max_model_len=64, eos=frozenset(), 
 
 @pytest.mark.parametrize("manager", FORKING)
 @pytest.mark.parametrize(("length", "copies"), [(8, 0), (10, 2)], ids=["aligned", "partial"])
-def test_samples_share_the_blocks_of_the_prompt(manager, length, copies):
+def test_samples_and_beams_share_the_blocks_of_the_prompt(manager, length, copies):
     engine = make_engine(manager, 32, enable_prefix_caching=False)
     engine.add(prompt(length), SamplingParams(n=3, max_tokens=4))
     engine.step()
     assert engine.manager.num_free_blocks == 32 - -(-length // 4)
     serve(engine)
     assert sum(len(step.copies) for step in engine.runner.steps) == copies
-
-
-@pytest.mark.parametrize("manager", FORKING)
-def test_beams_compute_each_token_once(manager):
     engine = make_engine(manager, 64, 5)
     engine.add(prompt(7), BEAMS)
     serve(engine)
-    assert sum(step.num_tokens for step in engine.runner.steps) == 7 + 3 * (8 - 1)
+    computed = sum(step.num_tokens for step in engine.runner.steps)
+    assert computed == 7 + 3 * (8 - 1), "each token of a beam once"
 
 
 def test_end_of_text_and_stop_tokens():
@@ -202,6 +199,8 @@ def test_requests_that_cannot_be_served_are_refused(tokens, params, keys, messag
     with pytest.raises(ValueError, match=message):
         engine.add(tokens, params, **keys)
     assert_idle(engine)
+    with pytest.raises(UnsupportedByDesign, match=r"paged.*fork, which beam search needs"):
+        make_engine("paged").add([1], SamplingParams(beam_width=2))
 
 
 @pytest.mark.parametrize(
@@ -244,11 +243,6 @@ def test_prefill_first_computes_prompts_or_decodes(budget):
     assert_idle(engine)
 
 
-def test_beam_search_needs_a_manager_that_forks():
-    with pytest.raises(UnsupportedByDesign, match=r"paged.*fork, which beam search needs"):
-        make_engine("paged").add([1], SamplingParams(beam_width=2))
-
-
 def test_a_stop_token_costs_a_token_too_many_which_is_found_in_the_cache():
     """K/V of the stop token fill a block, which a prompt that continues there hits."""
     tokens = prompt(5)
@@ -276,14 +270,14 @@ def test_a_stop_token_costs_a_token_too_many_which_is_found_in_the_cache():
 @pytest.mark.parametrize("params", [SamplingParams(n=70, max_tokens=2), BEAMS])
 def test_add_that_raises_adds_nothing(params):
     """Wherever an interrupt comes, or the policy raises."""
-    line, most = {}, 99
+    queue, max_length = {}, 99
 
-    class Line(POLICIES["lru"]):
+    class Queue(POLICIES["lru"]):
         def on_queued(self, position, keys):
-            line[position] = keys
+            queue[position] = keys
             if not keys:
-                del line[position]
-            if len(line) > most:
+                del queue[position]
+            if len(queue) > max_length:
                 raise ZeroDivisionError
 
     def interrupt(frame, event, _):
@@ -293,7 +287,7 @@ def test_add_that_raises_adds_nothing(params):
             raise KeyboardInterrupt
         return interrupt if "serving" in frame.f_code.co_filename else None
 
-    engine, trace = make_engine(policy=Line()), sys.gettrace()
+    engine, trace = make_engine(policy=Queue()), sys.gettrace()
     for count in itertools.count():
         lines = count
         sys.settrace(interrupt)
@@ -302,16 +296,16 @@ def test_add_that_raises_adds_nothing(params):
             break
         except KeyboardInterrupt:
             assert_idle(engine)
-            assert not line
+            assert not queue
         finally:
             sys.settrace(trace)
     assert count > 50
     assert len(serve(engine)[request_id]) == params.n
-    most = 5
+    max_length = 5
     with pytest.raises(ZeroDivisionError):
         engine.add(prompt(9), SamplingParams(n=70))
     assert_idle(engine)
-    assert not line
+    assert not queue
 
 
 def test_keys_are_part_of_the_content_of_blocks():
@@ -571,13 +565,13 @@ class RandomServing:
         running, waiting = scheduler.running, list(scheduler.waiting)
         num_seqs = sum(1 + seq.num_pending_forks for seq in running)
         assert num_seqs <= scheduler.max_num_seqs
-        in_line = [*running, *waiting]
-        assert len({seq.seq_id for seq in in_line}) == len(in_line)
-        orders = [seq.order[:2] for seq in in_line]  # of requests
+        sequences = [*running, *waiting]
+        assert len({seq.seq_id for seq in sequences}) == len(sequences)
+        orders = [seq.order[:2] for seq in sequences]  # of requests
         if scheduler.policy == "priority":
             orders = orders[: len(running)]
         assert orders == sorted(orders), "one has overtaken another"
-        held = sum(len(seq.host_blocks) for seq in in_line)
+        held = sum(len(seq.host_blocks) for seq in sequences)
         assert held + len(scheduler.free_host_blocks) == len(engine.runner.host_blocks)
 
 

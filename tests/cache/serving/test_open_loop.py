@@ -57,14 +57,10 @@ def test_poisson_arrivals():
     assert len(arrivals(50.0, count=1)) == 1
 
 
-def test_normalised_latency_is_from_arrival_to_end_per_output_token():
+def test_times_of_finished_and_cancelled_requests():
     request = served()
-    assert request.normalized_latency == 0.4
-    assert request.time_to_first_token == 0.5
+    assert (request.normalized_latency, request.time_to_first_token) == (0.4, 0.5)
     assert request.time_per_output_token == 1.5 / 4
-
-
-def test_cancelled_requests_count_with_the_time_so_far():
     running = served(was_aborted=True, longest_output=2)
     assert (running.normalized_latency, running.time_to_first_token) == (0.4, 0.5)
     assert running.time_per_output_token is None
@@ -78,17 +74,14 @@ def test_cancelled_requests_count_with_the_time_so_far():
 def test_steps_count_while_requests_arrive():
     """Steps after the last arrival only drain the queue."""
     steps = [step(0.5, 2, 10), step(1.0, 4, 20), step(9.0, 100, 100)]
-    run = Run([served(arrival_time=0.0), served(arrival_time=1.0)], steps)
+    run = Run([served(arrival_time=0.0, num_cached_tokens=8), served(arrival_time=1.0)], steps)
     assert run.mean_of_steps("running") == 3
     assert run.mean_of_steps("used_blocks") == 15
     assert run.busy_seconds == pytest.approx(0.3)
+    assert run.cached_prompt_fraction == 0.6
+    assert Run().cached_prompt_fraction == 0
     burst = Run([served(arrival_time=0.0)], steps)  # all steps come after: then all count
     assert burst.mean_of_steps("running") == pytest.approx(106 / 3)
-
-
-def test_cached_prompt_fraction_is_of_all_tokens():
-    assert Run([served(), served(num_cached_tokens=8)]).cached_prompt_fraction == 0.6
-    assert Run().cached_prompt_fraction == 0
 
 
 def test_modelled_time_passes_as_the_service_model_says(engine):
