@@ -56,7 +56,7 @@ PAPER_LENGTHS = {
     "alpaca": ((19.31, 0.6), (58.45, 1.0)),
     "translation": ((30.0, 0.5), (40.0, 0.5)),
 }
-"""Mean tokens and sigma of prompts and outputs.  The means of the first two are those of the
+"""Mean tokens and sigma of prompts and outputs.  The means of the first two are from the
 PagedAttention paper (figure 11); the rest is assumed."""
 LONGEST = 1024
 """Tokens of the longest prompt, and of the longest output."""
