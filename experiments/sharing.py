@@ -51,7 +51,7 @@ def run_cell(cell: Sharing) -> list[dict[str, Any]]:
     prompts, outputs = draw_lengths(np.random.default_rng(cell.seed), cell.num_requests, cell.like)
     manager = make_manager(
         cell.manager,
-        # Room for watermarks, and for the forks of beams before the others are freed.
+        # Room for watermarks, and for the forks of beams before other beams are freed.
         num_blocks=2 * (cell.num_sequences + 1) * -(-2 * LONGEST // cell.block_size),
         block_size=cell.block_size,
         enable_prefix_caching=False,

@@ -231,7 +231,7 @@ class Engine:
         )
         num_outputs = params.n if params.beam_width is None else params.beam_width
         group = min(num_outputs, self.scheduler.max_num_seqs) if self._can_fork else 1
-        for index in range(0, num_outputs, group):  # the first of a group forks the others
+        for index in range(0, num_outputs, group):  # the first of a group is forked
             seq = ScheduledSequence(next(self._seq_ids), prompt_token_ids, request, index, **keys)
             seq.num_pending_forks = min(group, num_outputs - index) - 1
             request.sequences.append(seq)
@@ -263,7 +263,7 @@ class Engine:
         self._finish_request(request)
 
     def _fail(self, request: Request, error: Exception, finished: list[Request]) -> None:
-        """End a request for an error of its own, unless it has ended; others continue."""
+        """End a request for an error of its own, unless it has ended."""
         if request.request_id in self.requests:
             self._end(request, FinishReason.ERROR)
             finished.append(request)
@@ -502,7 +502,7 @@ class Engine:
         return child
 
     def _fork_samples(self, seq: ScheduledSequence) -> list[ScheduledSequence]:
-        """Fork the other samples of a prompt that has just been computed."""
+        """Fork the samples of a prompt that has just been computed."""
         indices = range(seq.index + 1, seq.index + 1 + seq.num_pending_forks)
         children = [self._fork(seq, index) for index in indices]
         seq.num_pending_forks = 0

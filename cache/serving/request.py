@@ -45,7 +45,7 @@ class ScheduledSequence(Sequence):
         request: the request.
         index: which of its outputs.
         order: (priority, request, sequence); the lowest goes first wherever sequences compete.
-        pending_row: row of its unknown token among the tokens of the last step; None without one.
+        pending_row: row of its unknown token among the tokens of the last step, or None.
         block_row: for the runner: a ``table_version`` and the block table of that version.
         num_pending_forks: sequences that fork from this one when its prompt is computed.
         host_blocks: host blocks that hold K/V of its first ``num_host_tokens`` tokens.
@@ -177,11 +177,11 @@ class RequestStats:
 class Request:
     """A prompt, its parameters, and its sequences, at least one.
 
-    max_tokens: most tokens to generate: the parameter, or fewer if model or cache end before.
+    max_tokens: maximum number of generated tokens: the parameter, or less if model or cache end.
     stop_token_ids: tokens that end an output.
     has_text: whether its tokens get their texts: for streams and stop strings.
     priority: requests of lower priority are served earlier.
-    search: its beam search; None without one.
+    search: its beam search, or None.
     error: why it ended with FinishReason.ERROR.
     """
 

@@ -145,7 +145,7 @@ _IDLE_IN_BEAM_SEARCH = {
 
 
 def _int(value: Any) -> int:
-    """An int, also from NumPy.  Raises ValueError for others."""
+    """An int, also from NumPy.  Raises ValueError for any other value."""
     return as_int("", value)
 
 
@@ -154,7 +154,7 @@ def _int_or_none(value: Any) -> int | None:
 
 
 def _number(value: Any) -> float:
-    """The nearest finite float of a real number, or infinity.  Raises TypeError for others."""
+    """The nearest finite float of a real number, or infinity.  Else raises TypeError."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError
     try:

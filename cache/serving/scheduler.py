@@ -170,7 +170,7 @@ class Scheduler:
         """Choose the tokens of the next step and give them slots.
 
         They count as computed, so the caller must run the whole step.  A sequence whose tokens are
-        all computed (a beam that waits for the other beams) is skipped.  Raises RuntimeError if
+        all computed (a beam that waits for its search) is skipped.  Raises RuntimeError if
         sequences wait that can never run, and InterruptedChange if a change of the manager was
         interrupted.
         """
@@ -259,7 +259,7 @@ class Scheduler:
             seq.status = Status.RUNNING
             bisect.insort(self.running, seq, key=attrgetter("order"))
             step.admitted.append(seq)
-            if count:  # 0 for a beam that waits for the other beams
+            if count:  # 0 for a beam that waits for its search
                 step.sequences.append(seq)
                 step.counts.append(count)
                 budget -= count

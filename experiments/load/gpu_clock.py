@@ -1,4 +1,4 @@
-"""A clock for engines of published models on GPUs, from operator times that others measured.
+"""A clock for engines of published models on GPUs, from published operator times.
 
     clock = GpuClock("opt-13b", "A100-SXM", host_seconds=0.01)
     open_loop.serve(engine, prompts, lengths, arrivals, service=clock)

@@ -1,4 +1,4 @@
-"""The clock of GPUs against serving times that others published.
+"""The clock of GPUs against published serving times.
 
 The clock (experiments/load/gpu_clock.py) sums up operator times.  This table compares the sums with
 engines that ran: time per token of decoding batches and of prompts, time to first token, and
