@@ -24,7 +24,7 @@ def test_importing_cache_loads_nothing_heavy():
 
 
 WITHOUT = """import runpy, sys
-absent = "bokeh", "libcachesim", "matplotlib", "numba", "ray", "tyro", "xxhash", "zstandard"
+absent = "libcachesim", "matplotlib", "numba", "ray", "tyro", "xxhash", "zstandard"
 sys.modules.update(dict.fromkeys(absent))  # their import raises ImportError
 module, sys.argv[1:] = sys.argv[1], sys.argv[2:]
 runpy.run_module(module, run_name="__main__", alter_sys=True)"""

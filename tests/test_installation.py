@@ -1,0 +1,84 @@
+"""A wheel, installed into an empty environment, serves users in any folder."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from importlib.metadata import packages_distributions, requires
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("cache", "experiments", "kernels", "models")
+OTHER_PROJECTS = {"flash_attn_interface", "nanovllm", "sglang", "vllm"}
+"""Baselines that are no dependencies: experiments use them where they are installed."""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """Programs of an environment with the wheel alone; it borrows other packages from this one.
+
+    A path file adds the folder of those, but not the link to this repository that is in it.
+    """
+    source, environment = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("env")
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    options = ["--no-deps", "--no-build-isolation", "--wheel-dir", source / "dist"]
+    subprocess.run([*pip, "wheel", *options, source], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    [wheel] = (source / "dist").iterdir()
+    programs = environment / "bin"
+    subprocess.run(
+        [*pip, "--python", programs / "python", "install", "--no-deps", wheel], check=True
+    )
+    [packages] = environment.glob("lib/*/site-packages")
+    (packages / "borrowed.pth").write_text(sysconfig.get_path("purelib"))
+    return programs
+
+
+def run(folder: Path, *command: str | Path) -> str:
+    """What a command prints in ``folder``, without the variables that lead to this repository."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    ran = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+def test_the_first_script_of_the_readme_prints_its_table(installed, tmp_path):
+    page = (ROOT / "README.md").read_text()
+    [script, table], *_ = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "script.py").write_text(script)
+    assert run(tmp_path, installed / "python", "script.py") == table
+
+
+def test_commands_work_in_an_empty_folder(installed, tmp_path):
+    assert "memory_waste" in run(tmp_path, installed / "pagelab", "list")
+    assert "rank 2 of 2" in run(tmp_path, installed / "pagelab", "try", "fifo")
+    assert (tmp_path / "results/try/hit_rate.png").stat().st_size > 5_000
+
+
+def test_every_imported_package_is_a_declared_dependency():
+    declared = {Requirement(text).name.lower().replace("-", "_") for text in requires("pagelab")}
+    distributions = packages_distributions()
+    for path in (path for name in PACKAGES for path in (ROOT / name).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module]
+            for name in {name.partition(".")[0] for name in names} - OTHER_PROJECTS:
+                if name in sys.stdlib_module_names or name in PACKAGES:
+                    continue
+                owners = {
+                    owner.lower().replace("-", "_") for owner in distributions.get(name, [name])
+                }
+                assert owners & declared, f"{path} imports {name}"
