@@ -65,35 +65,23 @@ def page() -> str:
 
 
 def _queue() -> str:
-    rows, commit = _results("queue_informed")
-    percent, slices = 100 * rows["capacity_fraction"].iloc[0], rows["slice"].groupby(rows["trace"])
-    sizes = {"slices": slices.nunique().max(), "requests": rows["requests"].max()}
-    text = _TEXTS["queue"].format(percent=percent, commit=commit, **sizes)
-    columns = ["lru", "lru, queue", "gittins", "gittins, queue", "lru, all"]
-    shares = 100 * closed(rows)
-    for (trace, load), cells in rows.groupby(["trace", "load"], sort=False):
-        rates = 100 * cells.groupby("policy")["block_hit_rate"].mean()
-        share = shares.xs((trace, load), level=("trace", "load")).dropna()
-        gaps = {
-            policy: f"{gap.mean():.0f} ({gap.min():.0f} to {gap.max():.0f})"
-            for policy, gap in (share.items() if len(share) else ())
-        }
-        waiting = cells[cells["policy"] == "lru"]["mean_waiting"]
+    rows, commit = _results("eviction_serving")
+    rows = rows[(rows["host_gib"] == 0) & rows["policy"].isin(["lru", "queue_informed"])]
+    slices = rows["slice"].groupby(rows["trace"]).nunique().max()
+    text = _TEXTS["queue"].format(slices=slices, commit=commit)
+    for at, cells in rows.groupby(["trace", "loop", "load", "pool_gib"], sort=False):
+        lru, queue = (
+            cells[cells["policy"] == policy].set_index("slice")
+            for policy in ("lru", "queue_informed")
+        )
+        over, waiting = queue["ttft_mean_s"] / lru["ttft_mean_s"], lru["mean_waiting"]
         text += _row(
-            [trace, f"{load:g}", f"{load * (1 - rates['lru'] / 100):.2f}"]
+            [*at[:2], *(f"{number:g}" for number in at[2:])]
             + [f"{waiting.mean():.1f} ({waiting.min():.1f} to {waiting.max():.1f})"]
-            + [f"{rates[policy]:.1f}" for policy in columns]
-            + [gaps.get(policy, "") for policy in columns[1:3]]
+            + [f"{100 * part['block_hit_rate'].mean():.1f}" for part in (lru, queue)]
+            + [f"{over.mean():.2f} ({over.min():.2f} to {over.max():.2f})"]
         )
     return text
-
-
-def closed(rows: pd.DataFrame) -> pd.DataFrame:
-    """Share of the gap from LRU to "told of all arrivals" that each policy closes, by slice."""
-    index = ["trace", "capacity_fraction", "load", "slice"]
-    rates = rows.pivot(index=index, columns="policy", values="block_hit_rate")
-    gap = rates["lru, all"] - rates["lru"]
-    return rates.sub(rates["lru"], axis=0).div(gap.where(gap > 0.002), axis=0)
 
 
 def _results(experiment: str) -> tuple[pd.DataFrame, str]:
