@@ -292,11 +292,12 @@ def _draw_queue(rows: style.DataFrame) -> style.Figure | None:
     for axis, (trace, of_trace) in zip(axes, traces, strict=True):
         for pool, look in style.lines_of(pools).items():
             points = of_trace[of_trace["pool_gib"] == pool]
-            look |= {"linestyle": "none", "label": f"pool of {pool:g} GiB"}
+            look |= {"linestyle": "none", "clip_on": False, "label": f"pool of {pool:g} GiB"}
             axis.plot("waiting", "over_lru", data=points, **look)
         axis.axhline(1, **style.BOUND)
         axis.set_title(f"{trace}\n{of_trace['loop'].iloc[0]} loop")
         axis.set_xscale("symlog")
+        axis.set_xlim(left=0)
     axes[0].set_ylabel("time to first token / LRU's")
     label = "waiting requests under LRU (mean)"
     return style.shared_legend(figure, xlabel=serving.noted(figure, label))
