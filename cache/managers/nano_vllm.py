@@ -21,6 +21,10 @@ class _Content:
     extra_keys: list[ExtraKey]
     parent: _Content | None
 
+    def __getstate__(self) -> tuple[None, dict]:
+        """Without the parent, which the manager restores: a copy would recurse along a prompt."""
+        return None, {"token_ids": self.token_ids, "extra_keys": self.extra_keys}
+
     def equals(self, other: _Content) -> bool:
         """Whether both have equal tokens and keys, and so do all blocks before them."""
         mine: _Content | None = self
@@ -61,6 +65,19 @@ class NanoVLLM(PooledManager):
         super().__init__(options)
         self.pool.queue_uncached = isinstance(self.pool.policy, LRU)
         self._contents: list[_Content | None] = [None] * self.num_blocks  # when last hashed
+
+    def __getstate__(self) -> tuple[dict, dict]:
+        parents: dict[_Content, _Content | None] = {}
+        for content in self._contents:
+            while content and content not in parents:
+                parents[content] = content.parent
+                content = content.parent
+        return self.__dict__, parents
+
+    def __setstate__(self, state: tuple[dict, dict]) -> None:
+        self.__dict__, parents = state
+        for content, parent in parents.items():
+            content.parent = parent
 
     def check_invariants(self) -> None:
         super().check_invariants()

@@ -43,6 +43,11 @@ class RadixNode:
     inserted: int = 0
     accesses: int = 0
 
+    def __getstate__(self) -> tuple[None, dict]:
+        """Without links, which the tree restores: a copy would recurse from node to node."""
+        names = set(self.__slots__) - {"parent", "children"}
+        return None, {name: getattr(self, name) for name in names}
+
 
 class RankedLeaves:
     """Leaves ranked by a policy that is a plain function of a node's history.

@@ -89,15 +89,28 @@ class RadixTree:
         self.num_evictable = 0
         self._time = 0
 
+    def __getstate__(self) -> tuple[dict, list]:
+        return self.__dict__, [(node, node.parent, node.children) for node in self._nodes()]
+
+    def __setstate__(self, state: tuple[dict, list]) -> None:
+        self.__dict__, links = state
+        for node, parent, children in links:
+            node.parent, node.children = parent, children
+
+    def _nodes(self) -> list[RadixNode]:
+        """All nodes, parents first."""
+        nodes = [self.root]
+        for node in nodes:
+            nodes += node.children.values()
+        return nodes
+
     def tell(self, request: RequestInfo) -> None:
         """Notify the policy that the next calls are for ``request``."""
         self.leaves.tell(request)
 
     def clear(self) -> array:
         """Remove all nodes and restart the policy; returns all blocks.  No node may be locked."""
-        nodes = [self.root]
-        for node in nodes:
-            nodes += node.children.values()
+        nodes = self._nodes()
         self._start()
         return array("i", chain.from_iterable(node.blocks for node in nodes))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import time
 
 import numpy as np
@@ -254,3 +256,26 @@ def test_worked_example_of_an_image(name):
     assert manager.allocate(cat_again) == 48
     assert manager.allocate(Sequence(3, prompt)) == 0
     manager.check_invariants()
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"]
+)
+@every_manager
+def test_a_copy_goes_on_as_the_original_would(name, duplicate):
+    """Also of long prompts and conversations of many turns, which are linked lists."""
+    managers = [manager_of(name, 8192, 2), duplicate(manager_of(name, 8192, 2))]
+    prompts = [[*range(4 * turn)] for turn in range(1, 300)] + [[7] * 50, [*range(2500), 8]]
+    for number, prompt in enumerate(prompts):
+        tables = []
+        for manager in managers:
+            seq = Sequence(number, prompt)
+            num_cached = manager.allocate(seq)
+            tables.append((num_cached, manager.block_table(seq), manager.stats))
+            if number % 100:
+                manager.free(seq)
+        assert tables[0] == tables[1]
+        if number % 100 == 70:
+            managers[number % 2] = duplicate(managers[0])
+    for manager in managers:
+        manager.check_invariants()
