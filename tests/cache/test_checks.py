@@ -26,7 +26,7 @@ VALID = {
 FUNCTIONS = [
     *cache.MANAGERS.values(), *cache.POLICIES.values(), *cache.WORKLOADS.values(),
     *(getattr(cache, name) for name in cache.__all__ if name.islower() and name != "make_workload"),
-    cache.ServiceModel, Scheduler, TRACE.head, TRACE.coarsened, cache.Trace.from_requests,
+    cache.ServiceModel, Scheduler, TRACE.coarsened, cache.Trace.from_requests,
     convert_ragpulse, convert_sessions, poisson_arrivals,
 ]  # fmt: skip
 MAY_BE_LARGE = {
@@ -48,7 +48,8 @@ def wrong_values():
     for function in FUNCTIONS:
         for parameter in parameters_of(function):
             name, values = parameter.name, []
-            kinds = type(parameter.default).__name__, *str(parameter.annotation).split(" | ")
+            annotated = inspect.formatannotation(parameter.annotation).strip("'").split(" | ")
+            kinds = type(parameter.default).__name__, *annotated
             if "int" in kinds:
                 values = [2**70, -(2**70), 1.5, "4", True, *[0] * (name not in MAY_BE_0)]
                 values += [None] * ("None" not in kinds)
