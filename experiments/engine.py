@@ -247,7 +247,7 @@ def _serve(
     """Serve requests that arrive at once; returns columns of the run, and the requests."""
     steps: list[tuple[float, bool]] = []
 
-    def on_step(step: Step) -> None:
+    def on_step(step: Step, seconds: float) -> None:
         steps.append((time.perf_counter(), step.num_tokens == len(step.sequences) > 0))
 
     engine.on_step, engine.manager.clock = on_step, None

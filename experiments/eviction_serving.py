@@ -129,7 +129,7 @@ def run_cell(cell: EvictionServing) -> list[dict[str, Any]]:
         service=tier or clock,
         time_scale=scale,
         closed_loop=is_closed,
-        on_step=tier.on_step if tier else None,
+        runner=tier,
     )
     stats, most = run.stats, most_hits(trace)
     loaded = tier.loaded_blocks if tier else 0
@@ -186,7 +186,7 @@ class HostTier:
         block_bytes = tier.block_size * clock.kv_bytes_per_token
         self._block_seconds = block_bytes / clock.host_bandwidth
 
-    def on_step(self, step: Step) -> None:
+    def run(self, step: Step, manager: cache.CacheManager) -> None:
         """Look up and store the blocks of the sequences that the step admits."""
         self._step_blocks = 0
         for seq in step.admitted:

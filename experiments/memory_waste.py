@@ -153,7 +153,7 @@ def serve(trace: Trace, manager: CacheManager, arrivals: list[float]) -> dict[st
     )
     waiting, totals = engine.scheduler.waiting, Counter[str]()
 
-    def measure(step: Step) -> None:
+    def measure(step: Step, seconds: float) -> None:
         if waiting:
             totals.update(steps=1, running=len(engine.scheduler.running))
             if isinstance(manager, Contiguous):

@@ -56,11 +56,11 @@ def run_cell(cell: Sharing) -> list[dict[str, Any]]:
         block_size=cell.block_size,
         enable_prefix_caching=False,
     )
-    limits = {"max_num_seqs": 512, "max_num_batched_tokens": 2 * LONGEST}
+    limits: dict[str, Any] = {"max_num_seqs": 512, "max_num_batched_tokens": 2 * LONGEST}
     engine = open_loop.engine_without_model(manager, **limits, max_model_len=2 * LONGEST + 1)
     shared = apart = 0
 
-    def count_blocks(step: Step) -> None:
+    def count_blocks(step: Step, seconds: float) -> None:
         nonlocal shared, apart
         if step.num_tokens == len(step.sequences):  # else a prompt, which is forked after it
             shared += manager.num_blocks - manager.num_free_blocks

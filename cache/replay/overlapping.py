@@ -16,15 +16,15 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cache.checks import at_least, finite
 from cache.managers import CacheManager, CacheStats
+from cache.serving.engine import Runner
 from cache.serving.open_loop import Clock, ServiceModel, engine_without_model, serve
-from cache.serving.scheduler import Step, longest_that_fits
+from cache.serving.scheduler import longest_that_fits
 from cache.traces.trace import Trace
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def simulate_serving(
     service: Clock | None = None,
     time_scale: float = 1.0,
     closed_loop: bool = False,
-    on_step: Callable[[Step], None] | None = None,
+    runner: Runner | None = None,
 ) -> ServingReplayResult:
     """Serve ``trace`` with ``manager``, which must be empty and is empty again afterwards.
 
@@ -78,7 +78,7 @@ def simulate_serving(
     the one before (columns of the trace), so they wait for the engine as the agent does.  First
     requests arrive at their times.
 
-    ``on_step``: called after each step is scheduled, before its duration is asked for.
+    ``runner``: runs each step before its duration is asked for.  None: nothing runs.
 
     Raises ValueError for a manager that is in use, a ``time_scale`` that is negative or not finite,
     a closed loop of a trace without these columns, or a trace with blocks of unknown size.
@@ -100,8 +100,8 @@ def simulate_serving(
         max_num_seqs=service.max_num_seqs,
         max_num_batched_tokens=service.max_num_batched_tokens,
         max_model_len=longest + 1,
+        runner=runner,
     )
-    engine.on_step = on_step
     begin, end = trace.timestamps_ms[[0, -1]].tolist() if len(trace) else (0.0, 0.0)
     if not math.isfinite((end - begin) * time_scale):
         raise ValueError(f"time_scale={time_scale}: the last arrival is beyond float64")

@@ -91,7 +91,8 @@ class Engine:
         overlap: schedule and launch a step before the tokens of the last one are read, so that the
             device does not wait for the host, see ``step``.  Off with blocks of one token.
         new_decoder: makes the decoder of one output of a request.  None without a tokenizer.
-        on_step: called after each step has run, before its tokens are sampled.
+        on_step: called with each step after it has run, and with its duration in seconds, before
+            its tokens are sampled.
 
     Attributes:
         clock: returns the time for statistics, in seconds; ``time.perf_counter``.
@@ -108,7 +109,7 @@ class Engine:
         eos_token_ids: frozenset[int] = frozenset(),
         new_decoder: Callable[[SamplingParams], Decoder] | None = None,
         overlap: bool = False,
-        on_step: Callable[[Step], None] | None = None,
+        on_step: Callable[[Step, float], None] | None = None,
     ) -> None:
         self.scheduler, self.runner, self.sampler = scheduler, runner, sampler
         self.manager: CacheManager = scheduler.manager
@@ -301,9 +302,10 @@ class Engine:
             if stats.first_scheduled_time is None:
                 stats.first_scheduled_time = self.clock()
                 stats.num_cached_tokens = seq.num_cached_tokens
+        begin = self.clock() if self.on_step is not None else 0.0
         logits = self.runner.run(step, self.manager)
         if self.on_step is not None:
-            self.on_step(step)
+            self.on_step(step, self.clock() - begin)
         rows: list[int] = []
         drawing: list[ScheduledSequence] = []
         complete = [seq for seq in step.sequences if seq.num_computed_tokens == len(seq.token_ids)]

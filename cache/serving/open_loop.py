@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from cache.checks import at_least, finite
 from cache.managers.base import CacheManager
-from cache.serving.engine import Engine, HostTokens
+from cache.serving.engine import Engine, HostTokens, Runner
 from cache.serving.request import RequestStats, ScheduledSequence
 from cache.serving.sampling_params import SamplingParams
 from cache.serving.scheduler import Scheduler, Step
@@ -174,9 +174,12 @@ def engine_without_model(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     max_model_len: int,
+    runner: Runner | None = None,
     **options: Any,
 ) -> Engine:
     """An engine that schedules requests on ``manager``, and whose steps compute nothing.
+
+    ``runner`` runs the steps in place of ``NoModel``, which samples.
 
     ``options`` go to ``Scheduler``.  If the design of ``manager`` cannot chunk a prompt, a step may
     have as many tokens as the longest sequence.
@@ -190,7 +193,7 @@ def engine_without_model(
         **options,
     )
     model = NoModel()
-    return Engine(scheduler, model, model, max_model_len=max_model_len)
+    return Engine(scheduler, runner or model, model, max_model_len=max_model_len)
 
 
 def serve(
@@ -300,14 +303,15 @@ class _Observer:
         else:
             self._now += seconds
 
-    def on_step(self, step: Step) -> None:
+    def on_step(self, step: Step, seconds: float) -> None:
         scheduler, manager = self._engine.scheduler, self._engine.manager
         used_blocks = manager.num_blocks - manager.num_free_blocks
         self.state = len(scheduler.running), len(scheduler.waiting), used_blocks
-        if self._then is not None:
-            self._then(step)
         if self._service is not None:
-            self._now += finite("service.duration(step)", self._service.duration(step))
+            seconds = finite("service.duration(step)", self._service.duration(step))
+            self._now += seconds
+        if self._then is not None:
+            self._then(step, seconds)
 
 
 def poisson_arrivals(rate: float, count: int, rng: np.random.Generator) -> list[float]:

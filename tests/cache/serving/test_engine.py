@@ -224,7 +224,7 @@ def test_prefill_first_computes_prompts_or_decodes(budget):
     engine = make_engine(num_blocks=12, max_num_batched_tokens=budget, prefill_first=True)
     steps = []
 
-    def observe(step):
+    def observe(step, seconds):
         missing = [seq.num_tokens - seq.num_computed_tokens for seq in step.sequences]
         decodes = [
             count + rest == 1 and seq not in step.admitted

@@ -89,15 +89,17 @@ def test_modelled_time_passes_as_the_service_model_says(engine):
         step_seconds=0.5, prefill_tokens_per_second=10, decode_seconds_per_sequence=0.25
     )
     prompts, seen = [[1] * 10, [2] * 20, [3] * 5], []
-    clock, engine.on_step = engine.clock, seen.append
+    engine.on_step = on_step = lambda *step_and_seconds: seen.append(step_and_seconds)
+    clock = engine.clock
     run = serve(engine, prompts, [3, 1, 2], [0.0, 1.0, 100.0], service=service)
     assert [step.seconds for step in run.steps] == [1.5, 2.75, 0.75, 1.0, 0.75]
     assert [step.at_s for step in run.steps] == [1.5, 4.25, 5.0, 101.0, 101.75]
     assert [request.time_to_first_token for request in run.requests] == [1.5, 3.25, 1.0]
     assert [request.finish_time for request in run.requests] == [5.0, 4.25, 101.75]
     assert run.seconds == 101.75
-    assert (engine.clock, engine.on_step) == (clock, seen.append)
-    assert [step.counts for step in seen] == [[10], [1, 20], [1], [5], [1]]
+    assert (engine.clock, engine.on_step) == (clock, on_step)
+    assert [step.counts for step, _ in seen] == [[10], [1, 20], [1], [5], [1]]
+    assert [seconds for _, seconds in seen] == [step.seconds for step in run.steps]
 
 
 def test_only_tokens_behind_the_prompt_are_decoded(engine):
