@@ -77,9 +77,9 @@ def _seconds_per_reference(policy: str) -> tuple[float, bool]:
 def _verdict(tried: pd.DataFrame, known: pd.DataFrame) -> str:
     """One line on a trace: mean hit rate of the pools, share of the gap that it closes, rank."""
     known = known[known["capacity_blocks"].isin(tried["capacity_blocks"])]
-    means = known.groupby("policy")["block_hit_rate"].mean()
+    means = pd.concat([known, tried]).groupby("policy")["block_hit_rate"].mean()
     mine, lru, optimum = tried["block_hit_rate"].mean(), means["lru"], means["belady"]
-    online = means.drop(_KNOW_THE_FUTURE, errors="ignore")
+    online = means.drop([*_KNOW_THE_FUTURE, tried["policy"].iloc[0]], errors="ignore")
     return (
         f"{tried['trace'].iloc[0]}: {mine:.1%} of blocks hit (LRU {lru:.1%}, optimum "
         f"{optimum:.1%}); closes {(mine - lru) / (optimum - lru):.0%} of the gap; "
