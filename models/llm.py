@@ -350,6 +350,8 @@ class LLM:
         prompts, requests = list_prompts(prompts), []
         if sampling_params is None:
             sampling_params = self.default_sampling_params
+        if not isinstance(sampling_params, SamplingParams | Sequence):
+            raise ValueError(f"sampling_params={shown(sampling_params)}: needs SamplingParams")
         of_each = (
             _one_for_each("sampling_params", sampling_params, len(prompts)),
             _one_for_each("priority", priority, len(prompts)),

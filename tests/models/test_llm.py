@@ -303,6 +303,7 @@ def test_prompts_and_parameters_that_do_not_fit_are_named(text_checkpoint):
         ("a\ud800", GREEDY, "surrogates not allowed"),
         ([[1], [2], [3]], [GREEDY] * 2, "sampling_params: 2 for 3 prompts; needs one for all, or"),
         ([[1]], [7], r"sampling_params\[0\]=7: needs SamplingParams"),
+        ([], 7, "sampling_params=7: needs SamplingParams"),
     ):
         with pytest.raises(ValueError, match=message):
             llm.generate(prompts, params)

@@ -159,6 +159,19 @@ def test_a_long_life_leaves_nothing_behind(name, evicts):
     assert sorted(order) == list(range(100))
 
 
+def test_random_draws_from_all_released_blocks():
+    policy = started("random")
+    for block in range(CAPACITY):
+        policy.insert(block, block, None, 0)
+    drawn = set()
+    for _ in range(100):
+        policy.release_many(range(CAPACITY))
+        drawn.add(policy.evict())
+        for block in list(policy):
+            policy.pin(block)
+    assert drawn == set(range(CAPACITY))
+
+
 def test_unused_blocks_leave_tail_first():
     for name in sorted(set(POLICIES) - {"random"}):
         policy = make_policy(name)
