@@ -1,7 +1,5 @@
 """Paged KV cache control path: blocks, hashes, policies, managers and trace replay.  No torch."""
 
-from __future__ import annotations
-
 from cache.blocks.memory_usage import MemoryUsage
 from cache.blocks.pool import OutOfBlocks
 from cache.blocks.sequence import MultiModalInput, Sequence

@@ -1,7 +1,5 @@
 """Checks of arguments, and of a cache's own state."""
 
-from __future__ import annotations
-
 import operator
 import reprlib
 import sys

@@ -7,8 +7,6 @@ Raises ValueError, naming the argument, for a size in bytes above 2**63 - 1 and 
 integer above 2**31 - 1.
 """
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 from numbers import Real

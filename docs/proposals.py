@@ -3,8 +3,6 @@
 .venv/bin/python -m docs.proposals
 """
 
-from __future__ import annotations
-
 import json
 import tomllib
 from pathlib import Path

@@ -6,8 +6,6 @@ A picture shows the events of each block since the picture before, the block tab
 and the hashes by which blocks are found.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator

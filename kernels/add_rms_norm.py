@@ -7,8 +7,6 @@ Both results are computed in fp32 and rounded once. The mean is taken over the r
 where addition and norm are two modules.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

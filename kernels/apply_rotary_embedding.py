@@ -9,8 +9,6 @@ Pairs are (i, i + rotary_dim / 2) (GPT-NeoX, Llama) or, interleaved, (2 i, 2 i +
 Elements from rotary_dim on are copied.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

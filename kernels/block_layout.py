@@ -8,8 +8,6 @@ runs remain:
                                + (e // RUN % INNER_RUNS) * stride_inner + e % RUN
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -15,8 +15,6 @@ Values are checked only where they already lie in host memory (CPU tensors, whic
 runs on). So no check synchronises with a GPU. All checks raise before anything is written.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

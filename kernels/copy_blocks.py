@@ -4,8 +4,6 @@ A block is split into chunks of TILE elements. A program copies one chunk of one
 (K or V of one layer), as bit patterns. Pairs are copied in no particular order.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 

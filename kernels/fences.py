@@ -1,7 +1,5 @@
 """The fence that Triton before 3.7.1 leaves out on sm_90 and sm_100, see docs/kernel-tuning.md."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

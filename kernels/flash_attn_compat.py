@@ -8,8 +8,6 @@ pass. docs/flash-attn-compat.md lists the differences. Unsupported arguments rai
 NotImplementedError with the argument's name. The operators are in kernels/flash_attn_ops.py.
 """
 
-from __future__ import annotations
-
 from numbers import Integral
 from operator import index
 from typing import Any

@@ -10,8 +10,6 @@ Arguments have flash-attn's names, except `scale` (softmax_scale), `window`, (le
 for no limit and right 0 if causal, and `return_lse`, without which the LSE returned is empty.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

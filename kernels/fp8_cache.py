@@ -9,8 +9,6 @@ Kernels take such a cache as uint8. GPUs from sm_89 on convert with an instructi
 has no e4m3 type, and integer operations give the same result.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

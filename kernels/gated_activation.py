@@ -4,8 +4,6 @@ Gate and up may be the two halves of a fused projection's rows (vLLM's silu_and_
 gate never goes to memory. Computed in fp32 and rounded once.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

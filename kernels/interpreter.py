@@ -4,8 +4,6 @@ Without a GPU, kernels run in Triton's interpreter, where Python overhead per op
 The patches remove about two thirds of the time on these kernels and change no result.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

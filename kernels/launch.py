@@ -6,8 +6,6 @@ address modulo 16) and on numbers. So an op records the kernels that a call laun
 and launches them again on the tensors of an equal call.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from functools import partial

@@ -8,8 +8,6 @@ With the LSE of both parts, softmax attention over the union of the keys is
 A part with weight 0 is not read, so the output of an empty part may hold anything.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -18,8 +18,6 @@ than masks in every tile. Decode has one query, so a window is the token interva
 window_size, context_len). Tiles start at its first token.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

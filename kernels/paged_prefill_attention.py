@@ -31,8 +31,6 @@ This kernel also computes the prefix part of cascade (shared_prefix_decode_atten
 windows of the rows begin at different positions, but tiles and splits do not depend on them.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -20,8 +20,6 @@ and for scores of 2^29 that error is a factor of 2^32. A row that has seen only 
 l = 0 and acc = 0, not NaN.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait

@@ -7,8 +7,6 @@ same quantised numbers, in fp64 and in the dtype of the queries. References loop
 the host and synchronise freely.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 

@@ -5,8 +5,6 @@ rotated and if need be normalised, go straight into the cache. See `add_rms_norm
 norm, `apply_rotary_embedding` for the rotation and `store_kvcache` for the slots.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -24,8 +24,6 @@ added up as integers. These are the same operations in any order and on every ma
 kernel, Triton's interpreter and the reference agree on every token.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -13,8 +13,6 @@ batch and the number of groups. Tiles and splits start at fixed positions, so th
 counts the result is batch-invariant.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

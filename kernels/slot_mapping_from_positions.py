@@ -4,8 +4,6 @@ Position p of sequence s lies in slot block_tables[s, p // block_size] * block_s
 block_size.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -5,8 +5,6 @@ together. Rows of neighbouring heads are adjacent in memory, in a fused QKV proj
 cache, so a tile is read and written in long runs whatever the strides between tokens.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -8,8 +8,6 @@ CUDA graph can capture it. Pinned memory is mapped into the GPU's address space,
 which take the tiles round-robin, fill the bus.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

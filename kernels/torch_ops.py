@@ -13,8 +13,6 @@ The operators are for inference: they have no derivative. Under a bare FakeTenso
 without a compiler, call `torch.ops.pagelab.*` directly.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

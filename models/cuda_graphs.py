@@ -4,8 +4,6 @@ Graphs exist for some batch sizes; a batch uses the next larger one.  Padding ro
 slots and contexts of length 0: they store nothing and attend to nothing.
 """
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Callable
 from typing import Any

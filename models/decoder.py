@@ -5,8 +5,6 @@ the names of Hugging Face checkpoints.  The KV cache and the batch's metadata ar
 decoder holds only its weights.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from types import ModuleType
 

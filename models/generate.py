@@ -1,7 +1,5 @@
 """Command line: ``python -m models.generate --prompt "..."``."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from dataclasses import dataclass

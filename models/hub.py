@@ -1,7 +1,5 @@
 """Where a checkpoint is: a folder, a GGUF file, a name on the Hugging Face hub, or a package."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from pathlib import Path

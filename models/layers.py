@@ -5,8 +5,6 @@ into one matrix lists its parts.  ``checkpoint_tensors`` maps each tensor to the
 holds; loading, random initialisation and sharding all use this mapping.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property

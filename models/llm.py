@@ -1,7 +1,5 @@
 """LLM: a checkpoint, a KV cache and an engine behind ``generate``."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import reprlib

@@ -1,7 +1,5 @@
 """Memory that is left for the KV cache beside the model and its largest batch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

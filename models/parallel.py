@@ -5,8 +5,6 @@ are split by output, attention output and down projections by input, so that att
 need one all-reduce each.
 """
 
-from __future__ import annotations
-
 import atexit
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Prompts: texts, token ids or messages of a chat."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """Runs the steps of the scheduler: moves blocks, prepares inputs, computes logits."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

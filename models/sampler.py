@@ -4,8 +4,6 @@
 logprobs are computed here.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Streams of events from one engine: every caller gets the events of its own requests."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections import defaultdict

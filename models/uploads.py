@@ -1,7 +1,5 @@
 """Copies of arrays from the host to the device."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -1,7 +1,5 @@
 """Weights of a decoder: read from safetensors, one shard at a time, or random."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

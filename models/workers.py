@@ -4,8 +4,6 @@ Scheduling and sampling depend only on the requests, so each rank repeats the ca
 engine, in the same order.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

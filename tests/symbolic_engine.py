@@ -1,7 +1,5 @@
 """An engine whose model is a stand-in that checks every slot which a sequence reads."""
 
-from __future__ import annotations
-
 import math
 import random
 import zlib

@@ -1,7 +1,5 @@
 """A wheel, installed into an empty environment, serves users in any folder."""
 
-from __future__ import annotations
-
 import ast
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Buddy allocation: runs of 2**k adjacent blocks (Knowlton, CACM 1965; Knuth, TAOCP 1, 2.5)."""
 
-from __future__ import annotations
-
 from cache.blocks.pool import OutOfBlocks
 from cache.checks import require
 

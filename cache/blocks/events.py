@@ -3,8 +3,6 @@
 Fields and order are as in ``vllm.distributed.kv_events`` (0.33).
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from cache.blocks.sequence import ExtraKey

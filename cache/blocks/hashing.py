@@ -16,8 +16,6 @@ chance that two 128-bit digests agree is below 2e-21.  ``xxh3_128`` can be attac
 64 bits are too few, so its manager compares the tokens of every hit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from hashlib import sha256
 from struct import iter_unpack

@@ -1,7 +1,5 @@
 """The use of a KV cache's memory, in slots (one token's K and V in every layer)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,7 +1,5 @@
 """The physical blocks of a cache: their users, their content and the order of eviction."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import chain
 

@@ -1,7 +1,5 @@
 """A sequence of tokens, as cache managers see it."""
 
-from __future__ import annotations
-
 import copy
 from array import array
 from collections.abc import Hashable, Iterable

@@ -1,7 +1,5 @@
 """Cache managers.  To add one: a class in a file of its own and its name in ``MANAGERS``."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Systems before paging: one contiguous reservation per sequence."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args

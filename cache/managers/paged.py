@@ -1,7 +1,5 @@
 """Plain paging: the cache manager of paged-attention-minimal."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import chain
 

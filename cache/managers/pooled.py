@@ -1,7 +1,5 @@
 """The code shared by designs that find blocks by their hashes in a :class:`BlockPool`."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import chain

@@ -1,7 +1,5 @@
 """SGLang's RadixAttention."""
 
-from __future__ import annotations
-
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field

@@ -9,8 +9,6 @@ Tokens are compared as bytes, a whole run at a time, and block ids are in arrays
 so operations on a run copy or compare memory.
 """
 
-from __future__ import annotations
-
 from array import array
 from dataclasses import replace
 from itertools import chain

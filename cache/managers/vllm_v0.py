@@ -1,7 +1,5 @@
 """vLLM's first block manager (v0)."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field

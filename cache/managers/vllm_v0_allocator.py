@@ -1,7 +1,5 @@
 """The physical blocks of one device in vLLM's first block manager, and its evictor."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Sequence as Blocks

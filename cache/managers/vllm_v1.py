@@ -1,7 +1,5 @@
 """vLLM's present KV cache manager (v1)."""
 
-from __future__ import annotations
-
 from cache.blocks.events import Event
 from cache.blocks.pool import check_free
 from cache.blocks.sequence import Sequence

@@ -1,7 +1,5 @@
 """Eviction policies.  To add one: a class in a file of its own and a line in ``_BUILT_IN``."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import inspect

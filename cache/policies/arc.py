@@ -1,7 +1,5 @@
 """Adaptive replacement cache."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 
 from cache.policies.queues import GhostList, Queue, QueuePolicy

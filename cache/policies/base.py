@@ -19,8 +19,6 @@ compiles both), :class:`cache.policies.queues.QueuePolicy` if it keeps blocks in
 class otherwise.
 """
 
-from __future__ import annotations
-
 import abc
 import copy
 import inspect

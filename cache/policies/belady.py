@@ -1,7 +1,5 @@
 """The offline optimum."""
 
-from __future__ import annotations
-
 from cache.policies.priority import BlockHistory, PriorityPolicy
 
 

@@ -1,7 +1,5 @@
 """First in, first out."""
 
-from __future__ import annotations
-
 from cache.policies.priority import BlockHistory, PriorityPolicy
 
 

@@ -1,7 +1,5 @@
 """First in, last out."""
 
-from __future__ import annotations
-
 from cache.policies.priority import BlockHistory, PriorityPolicy
 
 

@@ -1,7 +1,5 @@
 """Frequency- and cost-aware eviction."""
 
-from __future__ import annotations
-
 import math
 
 from cache.policies.priority import BlockHistory, PriorityPolicy

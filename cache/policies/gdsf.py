@@ -1,7 +1,5 @@
 """Greedy-dual size frequency."""
 
-from __future__ import annotations
-
 from cache.policies.priority import BlockHistory, PriorityPolicy
 
 

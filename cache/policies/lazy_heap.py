@@ -1,7 +1,5 @@
 """A priority queue that supports removal from the middle: a heap with lazy deletion."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Hashable, Iterator

@@ -1,7 +1,5 @@
 """Policies that evict leaves only, as radix trees do: never a block with resident children."""
 
-from __future__ import annotations
-
 import abc
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """Least frequently used."""
 
-from __future__ import annotations
-
 from cache.policies.priority import BlockHistory, PriorityPolicy
 
 

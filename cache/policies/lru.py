@@ -1,7 +1,5 @@
 """Least recently used."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 

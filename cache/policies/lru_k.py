@@ -1,7 +1,5 @@
 """LRU-K."""
 
-from __future__ import annotations
-
 import math
 
 from cache.checks import at_least

@@ -1,7 +1,5 @@
 """FLOP-aware eviction."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from cache.checks import finite

@@ -1,7 +1,5 @@
 """Multi-queue."""
 
-from __future__ import annotations
-
 import math
 
 from cache.checks import at_least, finite

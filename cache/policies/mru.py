@@ -1,7 +1,5 @@
 """Most recently used."""
 
-from __future__ import annotations
-
 from cache.policies.priority import BlockHistory, PriorityPolicy
 
 

@@ -1,7 +1,5 @@
 """Eviction that knows the waiting queue."""
 
-from __future__ import annotations
-
 import bisect
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence

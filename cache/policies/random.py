@@ -1,7 +1,5 @@
 """Random eviction."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

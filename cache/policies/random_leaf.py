@@ -1,7 +1,5 @@
 """Randomised leaf eviction."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Retention priorities that expire."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from numbers import Real

@@ -1,7 +1,5 @@
 """LRU that knows which blocks are used again."""
 
-from __future__ import annotations
-
 from cache.policies.priority import BlockHistory, PriorityPolicy
 
 

@@ -1,7 +1,5 @@
 """S3-FIFO."""
 
-from __future__ import annotations
-
 from cache.checks import at_least, finite
 from cache.policies.queues import GhostList, Queue, QueuePolicy
 

@@ -1,7 +1,5 @@
 """A bound on how far below LRU any policy can fall."""
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence

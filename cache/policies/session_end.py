@@ -1,7 +1,5 @@
 """Hints that a session has ended."""
 
-from __future__ import annotations
-
 from cache.policies.priority import BlockHistory, PriorityPolicy
 
 _ENDED = 2.0**40

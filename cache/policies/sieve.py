@@ -1,7 +1,5 @@
 """SIEVE."""
 
-from __future__ import annotations
-
 from cache.policies.queues import QueuePolicy
 
 _END = -1  # both ends of the list; block ids are not negative

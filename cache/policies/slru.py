@@ -1,7 +1,5 @@
 """Segmented LRU."""
 
-from __future__ import annotations
-
 from cache.checks import at_least
 from cache.policies.queues import Queue, QueuePolicy
 

@@ -1,7 +1,5 @@
 """2Q."""
 
-from __future__ import annotations
-
 from cache.checks import finite
 from cache.policies.queues import GhostList, Queue, QueuePolicy
 

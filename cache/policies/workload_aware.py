@@ -1,7 +1,5 @@
 """Workload-aware eviction: the chance of a return, by category of request."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

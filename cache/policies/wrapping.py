@@ -1,7 +1,5 @@
 """Policies that wrap another one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
 
 from cache.policies.base import EvictionPolicy, RequestInfo

@@ -3,8 +3,6 @@
 Blocks are the dense ids of the trace, so the state of a block is one record in an array.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 from collections.abc import Callable

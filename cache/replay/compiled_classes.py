@@ -4,8 +4,6 @@ The blocks of a class are in a circular list by their release; the last records 
 ends of these lists.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

@@ -3,8 +3,6 @@
 Blocks are the dense ids of the trace, and their own keys.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable

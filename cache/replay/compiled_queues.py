@@ -5,8 +5,6 @@ record for each block, then one for the ghost of each, and at last the end of ea
 of its end stands for a queue.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Containers of policies in compiled code: lists, ghosts, bags and heaps of blocks."""
 
-from __future__ import annotations
-
 import operator
 import random
 

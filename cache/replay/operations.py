@@ -11,8 +11,6 @@ assign to attributes that are numbers, and to items of arrays.  A wrapped policy
 too: its own ``Operations``.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import inspect

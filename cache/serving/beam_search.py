@@ -10,8 +10,6 @@ it was among the k best of its step.  Its score is sum(log p) / number of tokens
 The search ends when no running beam, if it ended now, would beat the worst of the k best.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

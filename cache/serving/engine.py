@@ -3,8 +3,6 @@
 It handles token ids only.  Logits go from the runner to the sampler unread.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import time

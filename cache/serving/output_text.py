@@ -1,7 +1,5 @@
 """The text of an output: streamed pieces, stop strings and the final text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 
 Decoder = Callable[[Sequence[int]], tuple[str, str]]

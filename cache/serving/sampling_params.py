@@ -1,7 +1,5 @@
 """How the tokens of a request are chosen, and when it ends."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Collection

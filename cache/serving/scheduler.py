@@ -23,8 +23,6 @@ them again, the generated tokens' included.  *Swap* copies them to host memory a
 al., 2023, section 4.5); if host memory is full, they are recomputed.
 """
 
-from __future__ import annotations
-
 import bisect
 import contextlib
 from array import array

@@ -12,8 +12,6 @@
 - ``trace``: what ``load_trace`` reads already (Mooncake, Azure), to be coarsened.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import operator

@@ -10,8 +10,6 @@ Two formats are read, plain, gzipped (``.gz``) or zstandard-compressed (``.zst``
 This module reads files; ``cache.traces.trace`` checks requests.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

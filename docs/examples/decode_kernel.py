@@ -3,8 +3,6 @@
 .venv/bin/python docs/examples/decode_kernel.py
 """
 
-from __future__ import annotations
-
 import os
 
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported

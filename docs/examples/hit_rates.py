@@ -3,8 +3,6 @@
 .venv/bin/python docs/examples/hit_rates.py [TRACE.jsonl.zst]
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

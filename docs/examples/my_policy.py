@@ -6,8 +6,6 @@
 The engine takes them too: ``LLM(model, policy="docs/examples/my_policy.py:Clock")``.
 """
 
-from __future__ import annotations
-
 from cache.policies import PriorityPolicy, QueuePolicy
 from cache.policies.queues import Queue
 

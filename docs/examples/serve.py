@@ -3,8 +3,6 @@
 .venv/bin/python docs/examples/serve.py
 """
 
-from __future__ import annotations
-
 import time
 
 from models import LLM, ModelConfig, SamplingParams

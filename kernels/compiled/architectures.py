@@ -6,8 +6,6 @@ CDNA 3 ISA guide and LLVM's AMDGPU back end. Both kinds have four register files
 a warp's registers come from one of them in units of 8 per thread.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from triton.backends.compiler import GPUTarget

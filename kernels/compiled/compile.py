@@ -11,8 +11,6 @@ the cubin (by cuobjdump, part of Triton's wheel), the PTX and the TTGIR, for AMD
 assembly and the TTGIR. Needs a process without TRITON_INTERPRET.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

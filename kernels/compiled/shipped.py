@@ -6,8 +6,6 @@ accesses. Configurations named fp8 have an fp8 cache, scales per head, and bf16 
 values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -10,8 +10,6 @@ on global memory runs program by program, so a lock is free when the next progra
 program that waits for a later program of the grid never ends (an ENDLESS fault).
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

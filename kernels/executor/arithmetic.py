@@ -9,8 +9,6 @@ Approximate functions are computed almost exactly. On a GPU tanh.approx has a re
 2^-20.9 within [-pi, pi] and no bound beyond. An op that needs higher accuracy is not detected.
 """
 
-from __future__ import annotations
-
 import operator
 from typing import Any
 

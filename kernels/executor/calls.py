@@ -1,7 +1,5 @@
 """Calls: vprintf (`tl.device_print`) and __assertfail (`tl.device_assert`)."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

@@ -1,7 +1,5 @@
 """mov and cvt, with packed pairs (PTX ISA 9.7.9)."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from kernels.executor.accesses import registers_in

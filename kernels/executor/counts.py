@@ -10,8 +10,6 @@ All counts refer to the PTX. The machine code from ptxas may merge, split or dro
 Caches are not modelled.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Exceptions: faults of a kernel, and instructions that the executor does not support."""
 
-from __future__ import annotations
-
 import enum
 
 

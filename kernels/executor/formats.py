@@ -5,8 +5,6 @@ bf16 is the upper half of f32. Rounding is to nearest even, and every NaN become
 lower 13 bits ignored.
 """
 
-from __future__ import annotations
-
 import numba
 import numpy as np
 import torch

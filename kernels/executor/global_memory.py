@@ -7,8 +7,6 @@ of 512, so lines and sectors do not depend on host addresses. Memory that a kern
 addresses in a tensor (`tables`) is known by its real addresses. memory.py has the checks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -11,8 +11,6 @@ bar.sync (PTX ISA 9.7.13.1) holds threads until all threads of the program have 
 that has ended never reaches it.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 from collections.abc import Sequence

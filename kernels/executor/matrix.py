@@ -13,8 +13,6 @@ Each term of a product is exact. The terms and the accumulator are added in f64 
 f32, which is at least as accurate as any GPU.
 """
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

@@ -17,8 +17,6 @@ size, so a unit is exact. By the memory consistency model (PTX ISA, chapter 8) t
 Threads of one warp do not race.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 from typing import Any, NamedTuple

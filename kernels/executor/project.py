@@ -1,7 +1,5 @@
 """The executor's only tie to the rest of PageLab. Kernels of other projects need none of it."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import types

@@ -5,8 +5,6 @@ The text has one `.entry`, registers, dynamic shared memory, local memory, const
 `.loc` lines.
 """
 
-from __future__ import annotations
-
 import re
 from collections import ChainMap
 from dataclasses import dataclass, field, replace

@@ -10,8 +10,6 @@ and tcgen05.mma (9.7.16) read their operands until they are waited for, so nothi
 before. They read through the async proxy, which sees writes of threads after fence.proxy.async.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from kernels.executor.faults import FaultKind

@@ -4,8 +4,6 @@ Sources: CUDA programming guide, table of compute capabilities; "Target ISA note
 instruction in the PTX ISA. `refusal` covers only instructions that the executor supports.
 """
 
-from __future__ import annotations
-
 import re
 
 MULTIPROCESSORS = {"sm_75": 40, "sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132}

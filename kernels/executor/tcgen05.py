@@ -22,8 +22,6 @@ the second time. bar.sync must separate mbarrier.init from uses by other threads
 from mbarrier.inval.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field

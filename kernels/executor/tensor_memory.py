@@ -14,8 +14,6 @@ until a thread has waited for the mbarrier of a tcgen05.commit. Until then their
 accessed and their operands may not be overwritten.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -11,8 +11,6 @@ An undefined value is not detected if both values give the same result, for exam
 Alternates are not propagated through memory, exchanges between threads or tensor cores.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 

@@ -19,8 +19,6 @@ Swizzling permutes chunks: address bits 4-6 (w = 128), 4-5 (64) or 4 (32) are XO
 7-8 or 7.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 

@@ -1,7 +1,5 @@
 """Control flow, barriers and exchanges within a warp (PTX ISA 9.7.9.6, 9.7.12, 9.7.13)."""
 
-from __future__ import annotations
-
 import operator
 
 import numpy as np

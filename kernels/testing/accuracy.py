@@ -10,8 +10,6 @@ read the same quantised numbers, times their scales, in fp64 and in the queries'
 the attention; quantisation has to be exact.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -10,8 +10,6 @@ Inputs are hostile: see `kernels.testing.inputs`. On the meta device they have s
 which is enough to compile the launches of a call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """transformers, beside a package of ours that has the name of one it uses."""
 
-from __future__ import annotations
-
 import importlib.util
 import threading
 from types import ModuleType

@@ -4,8 +4,6 @@ Block tables are shuffled, their padding is garbage, and every slot that must no
 or Inf.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Small random traces whose block ids are unique to their prefix, as in real ones; one request."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
 
 from cache.policies import EvictionPolicy

@@ -1,7 +1,5 @@
 """Sizes and numbers out of range, in every public function of ``cache`` that takes any."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import math

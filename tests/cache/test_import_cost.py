@@ -1,7 +1,5 @@
 """`import cache` loads nothing heavy, and nothing needs a package where it is imported only."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """The API pages: `make docs` resolves every annotation of what it documents."""
 
-from __future__ import annotations
-
 import typing
 
 import cache

@@ -1,7 +1,5 @@
 """The scripts of docs/examples, and its policies by the names that a command line gives them."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import sys

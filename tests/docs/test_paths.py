@@ -1,7 +1,5 @@
 """Pages link to files that exist, and name paths that exist."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

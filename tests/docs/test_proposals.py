@@ -1,7 +1,5 @@
 """The page of proposals is made of the committed tables."""
 
-from __future__ import annotations
-
 from docs import proposals
 
 

@@ -1,7 +1,5 @@
 """The tutorial's pictures match today's managers, and its page shows all of them."""
 
-from __future__ import annotations
-
 import re
 from xml.etree import ElementTree
 

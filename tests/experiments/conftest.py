@@ -1,7 +1,5 @@
 """Fixtures that run experiments: the command line in its own process, or a sweep in this one."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import importlib

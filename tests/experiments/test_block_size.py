@@ -1,7 +1,5 @@
 """The experiment block_size."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

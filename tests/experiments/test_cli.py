@@ -1,7 +1,5 @@
 """The command line on the real experiments, and on tiny cells."""
 
-from __future__ import annotations
-
 import json
 import re
 

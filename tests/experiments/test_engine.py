@@ -1,7 +1,5 @@
 """The engine on the device: the CPU, and the stand-in for a GPU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock

@@ -1,7 +1,5 @@
 """The environment that is recorded beside a table."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The experiment eviction, and what experiments on traces have in common."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The experiment eviction_serving."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

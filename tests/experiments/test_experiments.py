@@ -1,7 +1,5 @@
 """Contract of every experiment: its command line at a tiny size, and the options it refuses."""
 
-from __future__ import annotations
-
 import io
 import re
 import typing

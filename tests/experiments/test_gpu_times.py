@@ -1,7 +1,5 @@
 """Measured GPU times: rows, interpolation, and what the tables lack."""
 
-from __future__ import annotations
-
 import pandas as pd
 import pytest
 import zstandard

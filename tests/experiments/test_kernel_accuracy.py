@@ -1,7 +1,5 @@
 """The experiment kernel_accuracy; the kernels themselves are tested in tests/kernels."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pandas as pd

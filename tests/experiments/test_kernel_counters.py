@@ -1,7 +1,5 @@
 """The experiment kernel_counters: counts that follow from the work."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 

@@ -1,7 +1,5 @@
 """The experiment kernel_resources: its table and its figure."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas as pd

@@ -1,7 +1,5 @@
 """The model of kernel time: its arithmetic, and its errors."""
 
-from __future__ import annotations
-
 import pandas as pd
 import pytest
 

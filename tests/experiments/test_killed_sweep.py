@@ -1,7 +1,5 @@
 """A sweep that is killed, with real processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The experiment preemption."""
 
-from __future__ import annotations
-
 import pandas as pd
 import pytest
 

@@ -1,7 +1,5 @@
 """Sweeps on a real Ray cluster of several nodes on this machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

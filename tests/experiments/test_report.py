@@ -1,7 +1,5 @@
 """The page of all results: its text and, where there is one, a browser."""
 
-from __future__ import annotations
-
 import html
 import json
 import re

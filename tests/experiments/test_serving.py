@@ -1,7 +1,5 @@
 """Serving at the paper's scale, and the published times that its clock is compared with."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 import pytest

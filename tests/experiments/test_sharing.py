@@ -1,7 +1,5 @@
 """The experiment sharing."""
 
-from __future__ import annotations
-
 import pytest
 
 from cache import UnsupportedByDesign

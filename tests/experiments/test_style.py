@@ -1,7 +1,5 @@
 """The look of figures."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

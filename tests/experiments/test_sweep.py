@@ -1,7 +1,5 @@
 """run_sweep: storing, reusing, reporting and assembling cells, which run in this process."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """``pagelab try`` and ``pagelab check``, by their command lines."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

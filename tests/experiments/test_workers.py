@@ -1,7 +1,5 @@
 """Tasks in real worker processes."""
 
-from __future__ import annotations
-
 import json
 import os
 

@@ -3,8 +3,6 @@
 ``python tiny_experiment.py run tiny ...`` is the real command line with no other experiment in it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

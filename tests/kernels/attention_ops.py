@@ -1,7 +1,5 @@
 """One interface to the attention ops, for tests of their common behaviour."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

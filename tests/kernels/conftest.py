@@ -1,8 +1,6 @@
 """Fixtures of the kernel tests, which always run with poisoned fresh memory, and a path to import
 ``op_calls`` and ``attention_ops`` by, which are no package's modules."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

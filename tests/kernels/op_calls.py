@@ -1,7 +1,5 @@
 """A valid call of every op at a tiny size, from which tests make invalid ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """The rule that judges the kernels, and the hostile inputs it judges them on."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

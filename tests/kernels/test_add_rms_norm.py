@@ -1,7 +1,5 @@
 """Properties of add_rms_norm beyond its contract, which test_contract.py tests."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

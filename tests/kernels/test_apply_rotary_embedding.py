@@ -1,7 +1,5 @@
 """Properties of apply_rotary_embedding beyond its contract, which test_contract.py tests."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

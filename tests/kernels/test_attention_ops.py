@@ -4,8 +4,6 @@ Each is compared with its reference in fp64 on shuffled block tables with garbag
 slot that must not matter holds NaN or Inf. Behaviour of a single op is tested in its own file.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from unittest import mock

@@ -6,8 +6,6 @@ Other tables have (message, arguments that differ from the op's good call); "...
 stands for anything.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math

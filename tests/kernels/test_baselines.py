@@ -4,8 +4,6 @@ The stand-ins have the packages' own argument names and defaults and compute by
 `kernels.flash_attn_compat`, so a wrongly mapped argument shows in the result.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """How blocks are described as runs: every element of every layout, and as few runs as possible."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

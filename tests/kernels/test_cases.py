@@ -1,7 +1,5 @@
 """The case of every op: its cost, and that its results are judged."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

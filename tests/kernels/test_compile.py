@@ -3,8 +3,6 @@
 They guard performance where there is no GPU.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

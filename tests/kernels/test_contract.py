@@ -4,8 +4,6 @@ Results are judged by the rule of kernels/testing/accuracy.py, moves bit by bit.
 of one op, and of attention alone, is tested in files of their own.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

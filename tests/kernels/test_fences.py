@@ -1,7 +1,5 @@
 """The fence that Triton before 3.7.1 leaves out. The executor finds a kernel that lacks one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

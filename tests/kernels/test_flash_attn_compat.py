@@ -3,8 +3,6 @@
 docs/flash-attn-compat.md reports how flash-attn's own tests were run on these functions.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 

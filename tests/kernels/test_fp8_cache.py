@@ -1,7 +1,5 @@
 """fp8 KV caches: every code, every rounding, and every form of scale."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Properties of gated_activation beyond its contract, which test_contract.py tests."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

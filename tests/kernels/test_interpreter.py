@@ -1,7 +1,5 @@
 """The interpreter that is spared repetition computes what Triton's own does."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Calls that launch what an equal call launched, on other tensors."""
 
-from __future__ import annotations
-
 import inspect
 import operator
 import sys

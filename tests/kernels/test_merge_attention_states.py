@@ -1,7 +1,5 @@
 """Properties of merge_attention_states beyond its contract, which test_contract.py tests."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

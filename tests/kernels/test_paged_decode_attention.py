@@ -4,8 +4,6 @@ Every batch has shuffled block tables with garbage padding, and NaN or Inf in ev
 not matter.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from attention_ops import OPS, select

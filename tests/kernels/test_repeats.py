@@ -3,8 +3,6 @@
 The GPU repeats calls often at real sizes, the interpreter at tiny ones.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from op_calls import same

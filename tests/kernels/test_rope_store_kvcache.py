@@ -1,7 +1,5 @@
 """rope_store_kvcache: bitwise equal to a rotation and a store; its norms are judged in fp64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

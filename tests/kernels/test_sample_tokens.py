@@ -1,7 +1,5 @@
 """sample_tokens against its reference, exactly, and the distribution of its noise."""
 
-from __future__ import annotations
-
 import math
 import sys
 

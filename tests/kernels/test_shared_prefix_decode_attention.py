@@ -2,8 +2,6 @@
 caches and garbage tables.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from attention_ops import OPS

@@ -1,7 +1,5 @@
 """Special positions; test_contract.py compares slot_mapping_from_positions with its reference."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

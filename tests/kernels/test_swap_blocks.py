@@ -1,7 +1,5 @@
 """Which memory swap_blocks takes; test_contract.py compares it with its reference."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 from unittest import mock

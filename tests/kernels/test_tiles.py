@@ -1,7 +1,5 @@
 """The tile table: properties that the kernels rely on, for every shape and GPU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

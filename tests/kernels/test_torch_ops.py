@@ -1,7 +1,5 @@
 """Every op as a PyTorch operator: opcheck, torch.compile, torch.export, eager calls."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tiny checkpoints, written by transformers, and models and LLMs on them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 

@@ -1,7 +1,5 @@
 """GGUF files: a tiny one of each architecture, and damaged ones."""
 
-from __future__ import annotations
-
 import math
 import re
 

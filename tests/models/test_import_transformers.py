@@ -1,7 +1,5 @@
 """transformers, where Hugging Face's package `kernels` seems to be installed."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """No request can end another or change its tokens, whatever its parameters, prompt and text are."""
 
-from __future__ import annotations
-
 import functools
 import math
 import operator

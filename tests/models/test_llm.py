@@ -1,7 +1,5 @@
 """LLM on tiny checkpoints: the tokens of transformers, whatever the cache does."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

@@ -1,7 +1,5 @@
 """The engine gives the tokens of transformers on a GPU, and on a CPU with interpreted kernels."""
 
-from __future__ import annotations
-
 import pytest
 
 from models import SamplingParams

@@ -3,8 +3,6 @@
 On the fake GPU of ``tests/fake_cuda.py``; kernels are interpreted, not compiled or timed.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

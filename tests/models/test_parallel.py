@@ -1,7 +1,5 @@
 """Tensor parallelism over gloo: two processes on one CPU."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """SmolLM2-135M-Instruct, where `make model` has installed it: its tokens, text and chats."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

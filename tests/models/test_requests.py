@@ -1,7 +1,5 @@
 """Options of requests, through LLM on tiny checkpoints."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -1,7 +1,5 @@
 """Folders beside a script that have the name of a package."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

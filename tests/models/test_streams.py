@@ -1,7 +1,5 @@
 """Callers that come, go and fail at any time, on the symbolic engine."""
 
-from __future__ import annotations
-
 import gc
 import threading
 

@@ -1,7 +1,5 @@
 """Uploads of arrays, on the fake GPU of ``tests/fake_cuda.py``."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

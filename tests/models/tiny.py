@@ -1,7 +1,5 @@
 """Tiny models: configs of the checkpoints that transformers writes, and their tokens."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -8,8 +8,6 @@ All of them number full blocks only, as ``cache.traces.trace`` says.  A longer w
 the shorter one of the same seed and options.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from cache.traces.trace import Trace

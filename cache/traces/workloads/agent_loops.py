@@ -1,7 +1,5 @@
 """Coding agents: long contexts that grow by tool calls in many short steps."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from cache.traces.workloads import draws, options

@@ -1,7 +1,5 @@
 """Chat sessions: every turn sends the conversation so far."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import count
 

@@ -1,7 +1,5 @@
 """Checked options of all workloads, and the step from sampled requests to a ``Trace``."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import numbers

@@ -1,7 +1,5 @@
 """Several samples of every prompt, over several passes of a data set."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from cache.traces.workloads.draws import Zipf, generator, log_normal_tokens, poisson_arrivals_ms

@@ -5,8 +5,6 @@ texts, each taken from its beginning.  Which words a text consists of does not m
 a text is a number.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

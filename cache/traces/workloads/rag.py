@@ -1,7 +1,5 @@
 """Retrieval-augmented generation: documents in an order that changes from request to request."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from cache.traces.workloads.draws import Zipf, generator, log_normal_tokens, poisson_arrivals_ms

@@ -1,7 +1,5 @@
 """Many applications, each with its own system prompt, popular to different degrees."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from cache.traces.workloads.draws import Zipf, generator, log_normal_tokens, poisson_arrivals_ms

@@ -1,7 +1,5 @@
 """Helpers of all manager tests: to use a manager briefly, and to compare all its state."""
 
-from __future__ import annotations
-
 import enum
 import gc
 import sys

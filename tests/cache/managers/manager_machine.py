@@ -14,8 +14,6 @@ The machine of a design makes the manager and may predict more (``expected_hits`
 ``blocks_needed``, ``observe``).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

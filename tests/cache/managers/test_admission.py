@@ -1,7 +1,5 @@
 """Admission: one look-up of a prefix, whose result is refused once it is stale."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 

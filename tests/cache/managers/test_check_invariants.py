@@ -1,7 +1,5 @@
 """check_invariants of every manager finds damaged state."""
 
-from __future__ import annotations
-
 import pytest
 from manager_helpers import CACHING, NAMES, manager_of, started, used
 

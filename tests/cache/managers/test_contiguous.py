@@ -1,7 +1,5 @@
 """contiguous: one reservation per sequence, placed by a buddy allocator."""
 
-from __future__ import annotations
-
 import functools
 
 import manager_helpers

@@ -1,7 +1,5 @@
 """The contract of all managers, and faults of real systems."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import time

@@ -1,7 +1,5 @@
 """Errors of a policy and interrupts in the middle of a change: nothing, or the manager refuses."""
 
-from __future__ import annotations
-
 import itertools
 import pickle
 import sys

@@ -1,7 +1,5 @@
 """The managers under random operations, beside models of their content; see manager_machine."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """nano_vllm compares tokens, since its hashes may collide."""
 
-from __future__ import annotations
-
 import functools
 
 import manager_helpers

@@ -1,7 +1,5 @@
 """radix: the tree, the manager, and faults of real systems."""
 
-from __future__ import annotations
-
 import functools
 from array import array
 

@@ -1,7 +1,5 @@
 """vllm_v0: worked examples and its own rules."""
 
-from __future__ import annotations
-
 import functools
 
 import manager_helpers

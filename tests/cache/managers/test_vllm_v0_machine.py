@@ -1,7 +1,5 @@
 """vllm_v0 under random operations, swaps included, against a model of both devices."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st

@@ -3,8 +3,6 @@
 Nano-vLLM's queue equals the older queue of vllm_v1.
 """
 
-from __future__ import annotations
-
 import functools
 
 import manager_helpers

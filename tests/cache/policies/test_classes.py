@@ -1,7 +1,5 @@
 """Class policies: statistics and victims, in Python and compiled."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from dataclasses import replace

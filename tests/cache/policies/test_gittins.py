@@ -1,7 +1,5 @@
 """The Gittins policy: its classes and its indices."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

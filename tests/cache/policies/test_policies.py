@@ -1,7 +1,5 @@
 """The contract of every policy, and the registry."""
 
-from __future__ import annotations
-
 import pickle
 import random
 import re

@@ -1,7 +1,5 @@
 """Owners of blocks report requests to policies."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The bound of ``safeguarded`` on how far a policy falls below LRU, against designed traces."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """The committed table of the eviction experiment is what the code computes today."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 

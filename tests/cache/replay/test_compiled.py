@@ -1,7 +1,5 @@
 """Compiled replays are kept on disk, by the code of all built-in policies."""
 
-from __future__ import annotations
-
 import pickle
 import shutil
 from pathlib import Path

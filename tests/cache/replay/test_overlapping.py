@@ -1,7 +1,5 @@
 """The overlapping replay: it always ends and loses neither a request nor a block."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The replay against its definition written out, reference figures and libCacheSim."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

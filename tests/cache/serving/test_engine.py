@@ -1,7 +1,5 @@
 """The engine on a fake model that checks every slot a sequence reads."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import random

@@ -1,7 +1,5 @@
 """Requests served at their arrival times, and the statistics of such a run."""
 
-from __future__ import annotations
-
 import math
 import time
 

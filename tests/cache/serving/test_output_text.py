@@ -1,7 +1,5 @@
 """Pieces, stop strings and the final text agree, at a cost per token that does not grow."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Valid and invalid sampling parameters."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Converters, on excerpts in the publishers' formats."""
 
-from __future__ import annotations
-
 import json
 import math
 

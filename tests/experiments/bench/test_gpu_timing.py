@@ -1,7 +1,5 @@
 """The sampling of times, on a clock that the test turns."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 

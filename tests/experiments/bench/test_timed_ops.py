@@ -1,7 +1,5 @@
 """Ops of the GPU experiments at tiny sizes: right results pass, wrong ones get no time."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 The stages themselves are rehearsed in test_on_fake_gpu.py.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """The experiment kernel_latency: its grid, its figures, and what it decides of tiles."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas as pd

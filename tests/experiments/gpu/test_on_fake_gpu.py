@@ -3,8 +3,6 @@
 On the stand-in of ``tests/fake_cuda.py``; kernels are interpreted, and the times mean nothing.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

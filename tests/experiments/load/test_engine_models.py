@@ -1,7 +1,5 @@
 """The models of the experiments on the engine."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The clock from measured operator times: its parts by hand, and what it refuses."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

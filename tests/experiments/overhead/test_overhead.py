@@ -1,7 +1,5 @@
 """The experiment overhead: its parts on their own, at tiny sizes."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Fixtures that run kernels written in PTX."""
 
-from __future__ import annotations
-
 import pytest
 
 HEAD = """

@@ -1,7 +1,5 @@
 """Counts of small kernels, compared with counts made by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

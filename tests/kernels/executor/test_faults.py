@@ -1,7 +1,5 @@
 """Each kind of fault: a small kernel raises it, and a corrected version does not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Instructions one by one, compared with Python's integers, exact fractions and PyTorch."""
 
-from __future__ import annotations
-
 import math
 import random
 import re

@@ -1,7 +1,5 @@
 """Launches of a Triton kernel that is no op of this project, in a process that compiles kernels."""
 
-from __future__ import annotations
-
 import pytest
 
 KERNELS = """

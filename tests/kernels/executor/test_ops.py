@@ -5,8 +5,6 @@ Every op runs once on every architecture. Features and other sizes are distribut
 too, with many more shapes.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from functools import partial

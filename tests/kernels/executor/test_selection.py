@@ -1,7 +1,5 @@
 """Runs `test_ops.py` on the PTX of each architecture, in a process without the interpreter."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """tcgen05: products with operands in shared and tensor memory, and faults without waits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

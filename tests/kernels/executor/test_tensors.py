@@ -1,7 +1,5 @@
 """Unwritten tensors, and tensors that kernels access through an address table."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
