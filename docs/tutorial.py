@@ -2,8 +2,8 @@
 
     .venv/bin/python -m docs.tutorial
 
-A picture shows the events of each block since the picture before, the block tables, the free queue,
-and the hashes by which blocks are found.
+A picture shows the events of each block since the previous picture, the block tables and the free
+queue.  It also lists the hashes by which blocks are found.
 """
 
 import contextlib
@@ -34,20 +34,20 @@ class Story:
     def __init__(self, manager: str, num_blocks: int) -> None:
         self.manager = cache.make_manager(manager, num_blocks=num_blocks, block_size=_BLOCK_SIZE)
         self._blocks = getattr(self.manager, "pool" if manager == "vllm_v1" else "gpu")
-        self._happened: dict[int, dict[str, None]] = defaultdict(dict)  # kinds of each block
+        self._happened: dict[int, dict[str, None]] = defaultdict(dict)  # kinds by block
         self._running: dict[Hashable, cache.Sequence] = {}
         self._meanings: dict[bytes, str] = {}
         self._tokens: dict[int, list[int]] = {}
         self._copies: list[tuple[int, int]] = []
 
     def start(self, name: str, tokens: Iterable[int]) -> cache.Sequence:
-        """A new sequence with slots for all of its tokens."""
+        """Make a new sequence and allocate slots for all of its tokens."""
         seq = cache.Sequence(name, tokens)
         self.resume(seq)
         return seq
 
     def decode(self, seq: cache.Sequence, *tokens: int) -> None:
-        """One step for each token.  Raises OutOfBlocks."""
+        """Run one decoding step for each of ``tokens``.  Raises OutOfBlocks."""
         for token in tokens:
             seq.append_token(token)
             self.append(seq)
@@ -73,13 +73,13 @@ class Story:
             self.manager.allocate(seq)
 
     def _contents(self) -> list[bytes | None]:
-        """The hash of each block, None for a block that cannot be found."""
+        """Return the hash of each block.  None for a block that cannot be found."""
         keys = getattr(self._blocks, "block_hashes", None) or self._blocks.keys
         return [key if isinstance(key, bytes) else None for key in keys]
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
-        """Note the changes that a call makes."""
+        """Record the changes that a call in the ``with`` statement makes to blocks."""
         users, contents = list(self._blocks.ref_counts), self._contents()
         try:
             yield
@@ -96,7 +96,7 @@ class Story:
                 self._happened[block] |= {kind: None for kind, is_so in kinds.items() if is_so}
 
     def picture(self) -> str:
-        """The state as SVG, with the events since the last picture."""
+        """Return an SVG of the present state and of the events since the last picture."""
         self.manager.check_invariants()
         self._note_tokens()
         shapes, y = [*self._pool()], 164
@@ -124,7 +124,7 @@ class Story:
         )
 
     def _note_tokens(self) -> None:
-        """Note the tokens of blocks and the meanings of hashes."""
+        """Record the tokens of each block, and the parent and tokens of each hash."""
         for seq in self._running.values():
             tokens = seq.token_ids.tolist()[: seq.num_computed_tokens]
             for i, block in enumerate(self.manager.block_table(seq)):
@@ -173,7 +173,7 @@ def _short(digest: bytes) -> str:
 
 
 def pictures() -> dict[str, str]:
-    """All pictures by name."""
+    """Return all pictures: name -> SVG."""
     return dict([*_prefix_caching(), *_copy_on_write(), *_promotion()])
 
 
@@ -194,7 +194,7 @@ def _prefix_caching() -> Iterator[tuple[str, str]]:
     yield "6-eviction", story.picture()
     try:
         story.decode(c, 67, 68, 69, 70)
-    except cache.OutOfBlocks:  # as in the scheduler: the youngest is preempted
+    except cache.OutOfBlocks:  # like the scheduler, preempt the youngest sequence
         story.free(d)
         story.append(c)
     yield "7-preemption", story.picture()
