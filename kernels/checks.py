@@ -1,6 +1,6 @@
 """Argument checks shared by all ops.
 
-An op declares its tensors once, and each call checks the tensors it was given:
+An op declares its tensors once. Each call of the op checks the tensors that it was given:
 
     _TENSORS = TensorSpec(
         Arg("q", "batch num_q_heads head_dim", FLOAT_DTYPES),
@@ -8,11 +8,11 @@ An op declares its tensors once, and each call checks the tensors it was given:
     )
     sizes = _TENSORS(q, context_lens)  # sizes.batch, sizes.head_dim ...
 
-The first argument that has a dimension of some name decides its size; later arguments must agree.
+The first argument with a dimension sets its size; later arguments must have the same size.
 
-A spec sees shapes, strides, dtypes and devices only, and remembers which combinations have passed.
-Values are checked only where they already lie in host memory (CPU tensors, which the interpreter
-runs on). So no check synchronises with a GPU. All checks raise before anything is written.
+A spec checks shapes, strides, dtypes and devices only, and caches the combinations that passed.
+Values are checked only if they are in host memory (CPU tensors, for example in the interpreter). So
+no check synchronises with a GPU. All checks raise before anything is written.
 """
 
 import functools
@@ -27,7 +27,7 @@ import torch
 from kernels.primitives import INTERPRETED
 
 MAX_GRID_YZ = 65535
-"""CUDA's limit of the second and third launch dimension."""
+"""CUDA's maximum size of the second and third dimension of a launch grid."""
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FP8_DTYPE = torch.float8_e4m3fn
 KV_DTYPES = (*FLOAT_DTYPES, FP8_DTYPE)
@@ -37,10 +37,10 @@ INT64 = (torch.int64,)
 INTEGERS = (torch.int32, torch.int64)
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 MIN_FP32, MAX_FP32 = 2.0**-149, (2 - 2**-23) * 2.0**127
-"""Smallest and largest positive number in fp32, the dtype of the kernels' numbers."""
+"""Smallest and largest positive number in fp32, the dtype of float arguments of kernels."""
 Scale = torch.Tensor | float | None
-"""Scale of K or V in an fp8 cache: a number, an fp32 tensor of one or of num_kv_heads elements, or
-None for 1."""
+"""Scale of K or V in an fp8 cache: a number, an fp32 tensor with one or num_kv_heads elements, or
+None for a scale of 1."""
 Dtypes = tuple[torch.dtype, ...]
 Rule = Callable[[SimpleNamespace], None]
 
@@ -51,27 +51,27 @@ class Arg:
 
     name: str
     dims: str
-    """Names of the dimensions; "|" separates alternatives. A number is a fixed size, "batch+1" is
-    one more than batch, "rotary_dim/2" half of rotary_dim."""
+    """Names of the dimensions. "|" separates alternatives. A number is a fixed size, "batch+1"
+    means size batch + 1, and "rotary_dim/2" means half of rotary_dim."""
     dtypes: Dtypes | Callable[[dict[str, torch.dtype]], Dtypes]
-    """Dtypes allowed, or a function that returns them given the dtype of each argument by name."""
+    """Allowed dtypes, or a function from {argument name: dtype} to the allowed dtypes."""
     optional: bool = False
     """Whether None is allowed."""
     or_number: bool = False
-    """Whether a number is allowed, which the op checks."""
+    """Whether a number is allowed. The op itself checks the number."""
     written: bool = False
-    """Whether the op writes to it: no two elements may share memory, as expanded ones do. Programs
-    would race for one place, and a rotation in place would be applied several times."""
+    """Whether the op writes to the tensor. Then no two elements may share memory (expanded
+    tensors): programs would race, and an in-place rotation would be applied several times."""
     any_strides: bool = False
     """Whether the last dimension may be strided."""
     host_too: bool = False
-    """Whether it may be a CPU tensor while other arguments are on the GPU."""
+    """Whether the tensor may be on the CPU while other arguments are on the GPU."""
 
 
 class TensorSpec:
     """Declaration of all tensor arguments of an op.
 
-    rules: functions of the sizes that raise ValueError where these do not fit together.
+    rules: functions that get the sizes and raise ValueError if the sizes do not fit together.
     """
 
     def __init__(self, *args: Arg, rules: tuple[Rule, ...] = ()):
@@ -84,15 +84,15 @@ class TensorSpec:
     ) -> SimpleNamespace:
         """Check the tensors, given in the order of the declaration.
 
-        device: the device they must be on, by default the first one's.
+        device: the device that all tensors must be on; by default the first tensor's.
 
         Returns:
             The size of every dimension by its name.
 
         Raises:
-            TypeError: not a tensor.
-            ValueError: wrong shape, dtype or device, last dimension not contiguous, memory shared
-                by elements to be written, or a CPU tensor outside the interpreter.
+            TypeError: an argument is not a tensor.
+            ValueError: a shape, dtype or device is wrong, a last dimension is not contiguous,
+                written elements share memory, or a tensor is on the CPU outside the interpreter.
         """
         layouts: list[tuple | None] = []
         for arg, t in zip(self._args, tensors, strict=True):
@@ -149,14 +149,14 @@ def _either(items) -> str:
 
 
 def _named(dim: str, size: int) -> tuple[str, int]:
-    """The name in "batch+1" or "rotary_dim/2", and its size if the dimension has `size`."""
+    """Split off "+1" or "/2": "batch+1" of size 4 gives ("batch", 3). Other names stay."""
     if dim.endswith("+1"):
         return dim[:-2], size - 1
     return (dim[:-2], 2 * size) if dim.endswith("/2") else (dim, size)
 
 
 def _bind_shape(arg: Arg, shape: tuple[int, ...], sizes: dict[str, int]) -> None:
-    """Add the sizes of the first alternative that a shape fits."""
+    """Add to `sizes` the dimensions of the first alternative in arg.dims that `shape` fits."""
     alternatives = [dims.split() for dims in arg.dims.split("|")]
     for dims in alternatives:
         bound = dict(map(_named, dims, shape))
@@ -178,22 +178,22 @@ def _bind_shape(arg: Arg, shape: tuple[int, ...], sizes: dict[str, int]) -> None
 
 
 def not_a_tensor(name: str, value: object) -> TypeError:
-    """The error of an argument that should be a tensor."""
+    """Return the error to raise if an argument should be a tensor but is `value`."""
     return TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
 
 
 def same_dtype(name: str) -> Callable[[dict[str, torch.dtype]], Dtypes]:
-    """For `Arg.dtypes`: the dtype of another argument."""
+    """For `Arg.dtypes`: allow only the dtype of argument `name`."""
     return lambda dtypes: (dtypes[name],)
 
 
 def query_dtypes(dtypes: dict[str, torch.dtype]) -> Dtypes:
-    """For `Arg.dtypes`, of queries and new keys: the cache's own dtype, any with an fp8 cache."""
+    """For `Arg.dtypes` of queries and new keys: the cache's dtype, or any if the cache is fp8."""
     return FLOAT_DTYPES if dtypes["k_cache"] == FP8_DTYPE else (dtypes["k_cache"],)
 
 
 def kv_cache_args(dtypes: Dtypes = KV_DTYPES, *, written: bool = False) -> tuple[Arg, Arg]:
-    """Declare k_cache and v_cache of one dtype. Needs `cache_rules`."""
+    """Declare k_cache and v_cache, which share a dtype. The spec also needs `cache_rules`."""
     dims = "num_blocks block_size num_kv_heads head_dim"
     return (
         Arg("k_cache", dims, dtypes, written=written),
@@ -202,14 +202,14 @@ def kv_cache_args(dtypes: Dtypes = KV_DTYPES, *, written: bool = False) -> tuple
 
 
 def _interval(low: float, high: float | str) -> str:
-    """Text for the numbers from low to high."""
+    """Return the words for "from low to high" in an error message."""
     if low == -math.inf:
         return "" if high == math.inf else f" of at most {high}"
     return f" of at least {low}" if high == math.inf else f" from {low} to {high}"
 
 
 def bounded(name: str, dim: str, low: int, high: float | str = math.inf) -> Rule:
-    """Rule: a dimension of argument `name`, if it is given, has a size from low to high.
+    """Rule: dimension `dim` of argument `name` has a size from low to high, if `name` is given.
 
     high: a number, or the name of another dimension.
     """
@@ -225,7 +225,7 @@ def bounded(name: str, dim: str, low: int, high: float | str = math.inf) -> Rule
 
 
 def cache_rules(name: str = "k_cache") -> tuple[Rule, ...]:
-    """Rules: no dimension of a cache but num_blocks is 0. name: the argument with the keys."""
+    """Rules: only num_blocks may be 0 in a cache's shape. name: the argument with the keys."""
     return tuple(bounded(name, dim, 1) for dim in ("block_size", "num_kv_heads", "head_dim"))
 
 
@@ -238,18 +238,18 @@ def _check_groups(sizes: SimpleNamespace) -> None:
 
 
 HEAD_RULES = (_check_groups, bounded("q", "head_dim", MIN_HEAD_DIM, MAX_HEAD_DIM))
-"""Query heads that divide evenly among the KV heads (GQA), and a supported head_dim."""
+"""Rules: num_q_heads is a multiple of num_kv_heads (GQA), and head_dim is supported."""
 ROTARY_RULE = bounded("cos", "rotary_dim", 2, "head_dim")
 SCALE_ARGS = tuple(
     Arg(name, "| 1 | num_kv_heads", FP32, or_number=True) for name in ("k_scale", "v_scale")
 )
-"""Scales; see `check_scales`."""
+"""Scales of an fp8 cache; `check_scales` checks their values."""
 ROTARY_ARGS = (
     Arg("positions", "num_tokens", INTEGERS),
     Arg("cos", "num_positions rotary_dim/2", FLOAT_DTYPES),
     Arg("sin", "num_positions rotary_dim/2", same_dtype("cos")),
 )
-"""Need the rule `ROTARY_RULE`."""
+"""A spec with these arguments also needs `ROTARY_RULE`."""
 ALIBI_ARG = Arg("alibi_slopes", "num_q_heads | batch num_q_heads", FP32, optional=True)
 
 
@@ -257,7 +257,7 @@ def attention_spec(rows: str, *args: Arg, rules: tuple[Rule, ...] = ()) -> Tenso
     """Declare k_cache, v_cache, k_scale, v_scale, q and out of an attention op, then `args`, then
     alibi_slopes and sinks.
 
-    rows: name of the first dimension of q, (rows, num_q_heads, head_dim).
+    rows: name of the first dimension of q. q's shape is (rows, num_q_heads, head_dim).
     """
     q_dims = f"{rows} num_q_heads head_dim"
     return TensorSpec(
@@ -298,8 +298,8 @@ def check_number(
     high: float = math.inf,
     what: str = "a finite number",
 ) -> float:
-    """Check that an argument is a real number, NumPy's included, from low to high and finite in
-    fp32. Returns it as a float."""
+    """Check that an argument is a real number (also a NumPy number) from low to high and finite in
+    fp32. Return it as a float."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise WrongNumber(f"{name}: expected a float or an int, got {type(value).__name__}")
     try:
@@ -314,7 +314,7 @@ def check_number(
 def check_integer(
     name: str, value: int, low: int, high: float = math.inf, what: str = "a number"
 ) -> int:
-    """Check that an argument is an integer, NumPy's included, from low to high. Returns it as an
+    """Check that an argument is an integer (also a NumPy integer) from low to high. Return it as an
     int."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise WrongNumber(f"{name}: expected an int, got {type(value).__name__}")
@@ -323,14 +323,14 @@ def check_integer(
 
 
 def check_num_splits(name: str, num_splits: int | None) -> int | None:
-    """Check a number of splits, which becomes a secondary launch dimension, or None. Returns it."""
+    """Check num_splits, a size of grid dimension 2 or 3, or None. Return it as an int or None."""
     return None if num_splits is None else check_integer(name, num_splits, 1, MAX_GRID_YZ)
 
 
 def check_score_options(
     scale: float | None, window_size: int | None, softcap: float, num_splits: int | None = None
 ) -> tuple[float | None, int | None, float, int | None]:
-    """Check the numbers that an attention op takes. Returns them as Python numbers."""
+    """Check the numeric options of an attention op. Return them as Python numbers."""
     if scale is not None:
         scale = check_number("scale", scale)
     if window_size is not None:
@@ -350,7 +350,7 @@ def check_values(
 ) -> None:
     """Check that the values of a tensor in host memory are numbers from low to high.
 
-    where: a mask of the values that count. By default all do.
+    where: mask of the values to check. By default all values are checked.
     """
     if values is None or not values.is_cpu:
         return
@@ -368,12 +368,12 @@ def check_values(
 
 
 def check_scales(k_scale: Scale, v_scale: Scale, k_cache: torch.Tensor) -> None:
-    """Check the scales of an fp8 cache further than a TensorSpec does.
+    """Check the type and the values of scales, and that a cache with scales is fp8.
 
     Raises:
-        TypeError: neither a number nor a tensor.
-        ValueError: a scale with a cache that is not fp8; one that is not positive and finite (a
-            tensor's only where it lies in host memory).
+        TypeError: a scale is neither a number nor a tensor.
+        ValueError: a scale is given but the cache is not fp8, or a scale is not positive and finite
+            (a tensor's values are checked only if they are in host memory).
     """
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is None:
@@ -395,7 +395,7 @@ def check_scales(k_scale: Scale, v_scale: Scale, k_cache: torch.Tensor) -> None:
 
 
 def check_slots(slot_mapping: torch.Tensor, k_cache: torch.Tensor) -> None:
-    """Check the values of a slot mapping in host memory."""
+    """Check the values of a slot mapping if it is in host memory."""
     if slot_mapping.is_cpu:
         capacity = k_cache.shape[0] * k_cache.shape[1]
         what = f"slots (num_blocks * block_size = {capacity})"
@@ -403,9 +403,9 @@ def check_slots(slot_mapping: torch.Tensor, k_cache: torch.Tensor) -> None:
 
 
 def check_cu_seqlens(name: str, cu_seqlens: torch.Tensor, *, total: int, max_seqlen: int) -> int:
-    """Check max_seqlen and, in host memory, cumulative lengths that end at `total` or before.
+    """Check max_seqlen. If cu_seqlens is in host memory, check that it ascends from 0 to <= total.
 
-    Returns max_seqlen as an int; its errors name the argument max_seqlen_<suffix of name>.
+    Return max_seqlen as an int. Errors call it by `name` with max_seqlen in place of cu_seqlens.
     """
     max_name = name.replace("cu_seqlens", "max_seqlen")
     max_seqlen = check_integer(max_name, max_seqlen, 0)
@@ -434,12 +434,12 @@ def check_block_tables(
     window_size: torch.Tensor | int | None = None,
     names: tuple[str, str] = ("block_tables", "context_lens"),
 ) -> None:
-    """Check block tables and context lengths in host memory.
+    """Check block tables and context lengths if they are in host memory.
 
-    query_lens, window_size: queries at the end of each sequence and tokens that each sees, (batch,)
-    or one number for all. Table entries wholly before the window of the first query are never read
-    and may hold anything.
-    names: the caller's names of the tables and the lengths.
+    query_lens: number of queries at the end of each sequence. window_size: number of tokens that
+    each query sees. Both are (batch,) or one number for all sequences. Table entries wholly before
+    the first query's window are never read and may have any value.
+    names: names of the tables and of the lengths in error messages.
     """
     if not context_lens.is_cpu or context_lens.shape[0] == 0:
         return

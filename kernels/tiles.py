@@ -1,7 +1,7 @@
 """The one table of tile shapes, warps, pipeline stages and split counts.
 
 Choices depend only on shapes, dtypes and the architecture, never on the batch or on device values.
-A sequence is always computed with the same tiles, which batch invariance requires.
+So a sequence is always computed with the same tiles, and results are batch-invariant.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Target:
     """Compute capability as an integer (90 for sm_90), or gfx name on hip."""
     num_multiprocessors: int
     tiles: tuple[tuple[str, AttentionTile], ...] = ()
-    """(function of this file, tile) pairs that override the function's choice, for sweeps over
-    tiles; see `force_target`."""
+    """(name of a function of this file, tile) pairs: the tile replaces the function's choice. For
+    sweeps over tiles; see `force_target`."""
 
     def forced_tile(self, function: str) -> AttentionTile | None:
         """The tile that overrides the choice of `function`, or None."""
@@ -36,10 +36,10 @@ class Target:
 
 
 PROGRAMS_PER_MULTIPROCESSOR = 2
-"""Decode programs that fit one multiprocessor; tests check the compiled kernels."""
+"""Decode programs that are resident on a multiprocessor; tests check the compiled kernels."""
 MAX_SPLITS = 128
 PROGRAMS_OF_FEW_QUERIES = 128
-"""Prefill programs that a sequence with few queries is divided among; one fits a multiprocessor."""
+"""Maximum number of prefill programs for a sequence with few queries; one fits a multiprocessor."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -61,7 +61,7 @@ _forced_target: Target | None = None
 def force_target(target: Target) -> Iterator[None]:
     """Choose tiles for `target`, whatever device the tensors are on.
 
-    For compiling without the GPU and, with `Target.tiles`, for running with other tiles.
+    Used to compile without the GPU and, with `Target.tiles`, to run with other tiles.
     """
     global _forced_target
     previous, _forced_target = _forced_target, target
@@ -72,7 +72,7 @@ def force_target(target: Target) -> Iterator[None]:
 
 
 def forced_target() -> Target | None:
-    """The target inside `force_target`."""
+    """The target of the enclosing `force_target`, or None."""
     return _forced_target
 
 
@@ -88,8 +88,8 @@ def target_of(device: torch.device) -> Target:
 def pdl_options(device: torch.device) -> dict[str, bool]:
     """Launch options of a kernel that begins with `await_launches_before`.
 
-    They ask for programmatic dependent launch (sm_90 and later): programs are set up while the
-    previous launch ends, instead of after it.
+    The options enable programmatic dependent launch (sm_90 and later): the launch's programs are
+    set up while the previous launch ends, not after its end.
     """
     target = target_of(device)
     has_pdl = isinstance(target.arch, int) and target.arch >= 90
@@ -98,7 +98,7 @@ def pdl_options(device: torch.device) -> dict[str, bool]:
 
 # Triton's functions of these names also work inside kernels, and take microseconds per call.
 def cdiv(dividend: int, divisor: int) -> int:
-    """The quotient, rounded up."""
+    """Return dividend / divisor, rounded up."""
     return -(-dividend // divisor)
 
 
@@ -122,26 +122,26 @@ class RowTile:
 
 @functools.cache
 def store_tile(head_dim_padded: int) -> RowTile:
-    """Rows per program of store_kvcache and merge_attention_states: 4096 elements, four 16-byte
-    loads (fp16) of both operands per thread."""
+    """Rows per program of store_kvcache and merge_attention_states. A tile has 4096 elements: per
+    thread, four 16-byte loads (fp16) of each of the two operands."""
     return RowTile(rows=max(1, 4096 // head_dim_padded), num_warps=4)
 
 
 @functools.cache
 def rotary_tile(head_dim_padded: int) -> RowTile:
-    """Rows per program of the rotary kernels: half a store tile, as operands are fp32."""
+    """Rows per program of the rotary kernels: half a store tile, because operands are fp32."""
     return RowTile(rows=max(1, 2048 // head_dim_padded), num_warps=4)
 
 
 MAX_NORM_SIZE = 32768
-"""Longest row of add_rms_norm: 64 fp32 numbers per thread."""
+"""Maximum row size of add_rms_norm. Such a row takes 64 fp32 numbers per thread."""
 
 
 @functools.cache
 def norm_tile(hidden_size_padded: int) -> RowTile:
     """Rows per program of add_rms_norm: several short rows, or one long one.
 
-    Two 16-byte loads (fp16) of each operand per thread, up to 16 warps; longer rows take more.
+    A thread does two 16-byte loads (fp16) of each operand; more if a row needs over 16 warps.
     """
     rows = max(1, 1024 // hidden_size_padded)
     return RowTile(rows, num_warps=min(16, rows * hidden_size_padded // 512))
@@ -149,17 +149,17 @@ def norm_tile(hidden_size_padded: int) -> RowTile:
 
 @dataclass(frozen=True)
 class AttentionTile:
-    """Tile of an attention kernel: tile_m query rows by tile_n keys."""
+    """Tile of an attention kernel: tile_m query rows x tile_n keys."""
 
     tile_m: int
     tile_n: int
     num_warps: int
     num_stages: int
     precision: str
-    """`input_precision` of `tl.dot`, which matters for fp32 operands only."""
+    """`input_precision` of `tl.dot`. It matters for fp32 operands only."""
     scores_ahead: bool = False
-    """Prefill only: multiply queries and the next tile's keys before weights and this tile's
-    values, whose product then runs during the next softmax."""
+    """Prefill only: issue the product Q K of the next tile before the product P V of this tile, so
+    that the product P V runs during the next softmax."""
 
 
 @functools.cache
@@ -170,14 +170,14 @@ def decode_tile(
     target: Target,
     kv_itemsize: int | None = None,
 ) -> AttentionTile:
-    """Tile of the decode kernel. kv_itemsize: bytes per element of the cache, by default dtype's.
+    """Tile of the decode kernel. kv_itemsize: bytes per cache element, by default as in `dtype`.
 
-    Decode is bound by memory, so a tile is sized by the bytes of K and V that it loads. Loads have
-    two levels (block ids, then rows), so Triton's pipeliner keeps (num_stages - 1) / 2 tiles in
-    shared memory: two of 32 KiB on sm_80, sm_90 and sm_100, and two of 16 KiB on
-    GPUs with about 100 KiB of shared memory leave room for two programs per multiprocessor. Larger
-    groups take several tiles of rows, as 64 rows at once would spill registers. A tile of an fp8
-    cache holds twice the keys. Converting them takes registers, so with 32 rows it has at most 64.
+    Decode is memory-bound, so a tile is sized by the bytes of K and V that it loads. Loads have two
+    levels (block ids, then rows), so Triton's pipeliner keeps (num_stages - 1) / 2 = 2 tiles in
+    shared memory. A tile has 32 KiB on sm_80, sm_90 and sm_100, and 16 KiB on GPUs with about 100
+    KiB of shared memory. Then two programs fit a multiprocessor. Larger groups need several tiles
+    of rows, because 64 rows at once would spill registers. A tile of an fp8 cache has twice the
+    keys. But their conversion needs registers, so a tile of 32 rows has at most 64 keys.
     """
     if forced := target.forced_tile("decode_tile"):
         return forced
@@ -206,8 +206,8 @@ def decode_tile(
 def decode_options(tile: AttentionTile, target: Target) -> dict[str, int]:
     """Compiler options of the decode kernel.
 
-    Left alone, ptxas aims at 168 registers, for three programs per multiprocessor, and a tile takes
-    half as long again: address after address waits for the same registers.
+    Without maxnreg, ptxas aims at 168 registers, for three programs per multiprocessor. A tile then
+    takes 1.5 times as long: address after address waits for the same registers.
     """
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     if target.backend == "cuda":
@@ -218,10 +218,10 @@ def decode_options(tile: AttentionTile, target: Target) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Chunking:
-    """How the keys that a query sees are divided: at most `max_chunks` equal chunks of at least
-    `min_tiles` tiles.
+    """How the keys that a query sees are divided: into at most `max_chunks` equal chunks, each of
+    at least `min_tiles` tiles.
 
-    The division depends on the number of these keys alone, so a sequence's result is bitwise the
+    The division depends only on the number of these keys. So a sequence's result is bitwise the
     same whatever else is in the batch and however wide the tables are. `split_states.chunks_of`
     computes it on the device.
     """
@@ -232,18 +232,16 @@ class Chunking:
     """Prefill only: `max_chunks` is divided by ceil(num_queries / queries)."""
 
     def max_count(self, max_tokens: int, tile_n: int) -> int:
-        """Chunks of up to max_tokens keys; at least 1."""
+        """Maximum number of chunks for up to max_tokens keys; at least 1."""
         return max(1, min(self.max_chunks, cdiv(max_tokens, self.min_tiles * tile_n)))
 
 
 @functools.cache
 def chunking(num_kv_heads: int, num_splits: int | None = None) -> Chunking:
-    """At most `num_splits` chunks. If None, chunks have at least sixteen tiles, and a long sequence
-    has enough chunks x KV heads for the 264 programs that an H200 runs at once.
-
-    Between two chunks a program waits twice for memory, and the fp32 states of a chunk are written
-    and read. Smaller chunks cost more of both; larger ones leave a lone short sequence with
-    few programs.
+    """Decode: at most `num_splits` chunks. If None, chunks have at least sixteen tiles, and a long
+    sequence has enough chunks x KV heads for the 264 programs that an H200 runs at once. Between
+    two chunks a program waits twice for memory, and the fp32 states of each chunk are written and
+    read. Smaller chunks increase both costs. Larger chunks give a lone short sequence few programs.
     """
     if num_splits is not None:
         return Chunking(1, num_splits)
@@ -254,11 +252,12 @@ def chunking(num_kv_heads: int, num_splits: int | None = None) -> Chunking:
 def prefill_chunking(
     num_q_heads: int, num_kv_heads: int, num_splits: int | None, target: Target
 ) -> Chunking:
-    """At most `num_splits` chunks. If None, a long sequence has enough chunks x tiles of rows x KV
-    heads for the programs that the GPU runs at once, and chunks have at least sixteen tiles.
+    """Prefill: at most `num_splits` chunks. If None, chunks have at least sixteen tiles, and a long
+    sequence has enough chunks x tiles of rows x KV heads for the programs that the GPU runs at
+    once.
 
-    A second wave of programs would cost as much as the first. So there are 128 programs on sm_90
-    and sm_100 (132 and 148 multiprocessors), and 104 on sm_80 (108).
+    A second wave of programs would take as long as the first. So there are 128 programs on sm_90
+    and sm_100 (132 and 148 multiprocessors), and 104 programs on sm_80 (108 multiprocessors).
     """
     if num_splits is not None:
         return Chunking(1, num_splits)
@@ -269,8 +268,8 @@ def prefill_chunking(
 
 @functools.cache
 def few_queries(num_q_heads: int, num_kv_heads: int) -> int:
-    """Maximum number of queries per sequence for which prefill uses split-KV: their tiles of rows
-    give at most half the programs that a GPU runs at once."""
+    """Maximum number of queries per sequence for which prefill uses split-KV. Up to this number,
+    tiles of rows x KV heads fill at most half of the programs that a GPU runs at once."""
     tiles = PROGRAMS_OF_FEW_QUERIES // (2 * num_kv_heads)
     return tiles * prefill_chunking(num_q_heads, num_kv_heads, None, INTERPRETER).queries
 
@@ -280,21 +279,21 @@ def prefill_tile(
     head_dim_padded: int, dtype: torch.dtype, target: Target, kv_itemsize: int | None = None
 ) -> AttentionTile:
     """Tile of the prefill kernel, independent of the batch, so that results are batch-invariant.
-    kv_itemsize: bytes per element of the cache, by default dtype's.
+    kv_itemsize: bytes per cache element, by default as in `dtype`.
 
-    Prefill is bound by the tensor cores, so a half-precision tile is as large as registers allow
-    without spilling with any combination of features. An accumulator of 128 rows leaves room for 64
-    keys at a time where products read their operands from shared memory (wgmma on sm_90, tcgen05 on
-    sm_100), and for 32 where operands are in registers (mma.sync). num_stages is the largest that
-    fits shared memory, see `decode_tile`. fp8 keys and values are converted in registers, and
-    128 x 256 leaves too few of them on sm_100.
+    Prefill is bound by the tensor cores, so a half-precision tile is as large as possible without
+    register spills in any combination of features. An accumulator of 128 rows leaves room for 64
+    keys if products read their operands from shared memory (wgmma on sm_90, tcgen05 on sm_100), and
+    for 32 keys if operands are in registers (mma.sync). num_stages is the largest that fits shared
+    memory, see `decode_tile`. fp8 keys and values are converted in registers. On sm_100 an
+    accumulator of 128 x 256 leaves too few registers for this conversion.
 
-    `scores_ahead` runs asynchronous products (wgmma) during the softmax: the overlap within a warp
-    group of FlashAttention 3 (Shah et al., 2024). It keeps the scores of two tiles in registers. At
-    head_dim 256 there are too few of them, and at 64 they would cost a multiprocessor its second
-    program. Products of converted keys and values are waited for anyway. On sm_100 Triton 3.7.1 has
-    no barrier between the warps' loads of the scores from tensor memory and the next product, which
-    overwrites them.
+    `scores_ahead` runs asynchronous products (wgmma) during the softmax, like the overlap within a
+    warp group in FlashAttention 3 (Shah et al., 2024). It keeps the scores of two tiles in
+    registers. At head_dim 256 there are too few registers; at 64 only one program would fit a
+    multiprocessor instead of two. Triton waits for products of converted keys and values anyway. On
+    sm_100 the next product overwrites the scores in tensor memory, and Triton 3.7.1 has no barrier
+    between the warps' loads of the scores and this product.
     """
     if forced := target.forced_tile("prefill_tile"):
         return forced
@@ -320,11 +319,11 @@ def prefill_tile(
 
 
 def prefix_num_splits(num_programs: int, max_tokens: int, tile_n: int, target: Target) -> int:
-    """Splits of the prefix in cascade: the fewest within 85 % of the best wave efficiency, the rule
-    of flash-attn; each has at least two tiles.
+    """Number of prefix splits in cascade: the smallest with at least 85 % of the best wave
+    efficiency (flash-attn's rule). A split has at least two tiles.
 
-    num_programs: programs per split; one fits a multiprocessor. Each split writes a state per
-    member of the group, so dividing the prefix into fixed chunks would cost more than it gains.
+    num_programs: programs per split. One program fits a multiprocessor. Each split writes one state
+    per member of the group, so fixed chunks of the prefix would cost more than they gain.
     """
     limit = max(1, min(MAX_SPLITS, max_tokens // (2 * tile_n)))
 
@@ -340,9 +339,9 @@ def prefix_num_splits(num_programs: int, max_tokens: int, tile_n: int, target: T
 def split_prefill_tile(
     head_dim_padded: int, dtype: torch.dtype, target: Target, kv_itemsize: int | None = None
 ) -> AttentionTile:
-    """Tile of the prefill kernel where it writes split states: split keys, the prefix in cascade.
+    """Tile of the prefill kernel when it writes split states (split-KV, or the prefix in cascade).
 
-    The fp32 output takes twice the registers while it is written, too many at 128 x 256.
+    Writing the fp32 output needs twice the registers, too many for 128 x 256 elements.
     """
     if forced := target.forced_tile("split_prefill_tile"):
         return forced
@@ -352,10 +351,10 @@ def split_prefill_tile(
 
 @functools.cache
 def merge_tile(head_dim_padded: int) -> RowTile:
-    """Partial states that the merge of splits reads at a time, about 2048 fp32 numbers.
+    """Partial states that a program of the merge reads at a time: about 2048 fp32 numbers.
 
-    With one warp, sums over the states stay in registers. If a quarter of the last tile is enough,
-    only that is read: 2 states take 198 warp instructions instead of 420.
+    One warp keeps sums over the states in registers. If a quarter of the last tile is enough, only
+    a quarter is read: 2 states take 198 warp instructions instead of 420.
     """
     return RowTile(rows=max(4, 2048 // head_dim_padded), num_warps=1)
 
@@ -370,14 +369,14 @@ class FlatTile:
 
 @functools.cache
 def activation_tile(size: int) -> FlatTile:
-    """Elements of a row per program of gated_activation: two 16-byte loads (fp16) of gate and of
-    up per thread."""
+    """Elements of a row per program of gated_activation. A thread does two 16-byte loads (fp16) of
+    gate and two of up."""
     return FlatTile(min(2048, next_power_of_2(size)), num_warps=4)
 
 
 @functools.cache
 def copy_tile(num_elements: int, itemsize: int) -> FlatTile:
-    """Elements of a block per program of copy_blocks: four 16-byte loads per thread."""
+    """Elements of a block per program of copy_blocks. A thread does four 16-byte loads."""
     return FlatTile(min(8192 // itemsize, next_power_of_2(num_elements)), num_warps=4)
 
 
@@ -391,23 +390,24 @@ def swap_num_programs(num_tiles: int, target: Target) -> int:
     """Programs of swap_blocks: an eighth of the multiprocessors, at least sixteen.
 
     The link to the host needs bandwidth * latency bytes in flight, about 64 GB/s * 2 us = 128 KB on
-    PCIe 5; sixteen programs have twice that.
+    PCIe 5. Sixteen programs have twice as many bytes in flight.
     """
     return max(1, min(num_tiles, max(16, target.num_multiprocessors // 8)))
 
 
 COPY_ENGINE_BYTES = 2**18
-"""Mean bytes of the parts that swap_blocks leaves to the copy engine: at 50 GB/s the link needs as
-long for them as the host, by assumption 5 us, for an asynchronous copy."""
+"""Minimum mean size, in bytes, of the parts that swap_blocks leaves to the copy engine. At 50 GB/s
+the link moves such a part in the 5 us that the host is assumed to need per copy."""
 INDEX_TILE = FlatTile(elements=256, num_warps=4)
 """Tokens per program of slot_mapping_from_positions."""
 RESTRICT_TILE = FlatTile(elements=4096, num_warps=8)
 """Logits that a program of sample_tokens with top_ks or top_ps reads at a time."""
 PROGRAMS_THAT_SAMPLE = 8
-"""Programs of sample_tokens that fit one multiprocessor; tests check the compiled kernels."""
+"""Programs of sample_tokens resident on a multiprocessor; tests check the compiled kernels."""
 
 
 def sample_num_splits(num_rows: int, num_chunks: int, target: Target) -> int:
-    """Programs of sample_tokens that share a row of num_chunks chunks, to fill the GPU once."""
+    """Number of programs of sample_tokens per row of num_chunks chunks: enough to fill the GPU
+    once."""
     slots = target.num_multiprocessors * PROGRAMS_THAT_SAMPLE
     return max(1, min(MAX_SPLITS, num_chunks, slots // num_rows))
