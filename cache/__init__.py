@@ -1,4 +1,4 @@
-"""Paged KV cache control path: blocks, hashes, policies, managers and trace replay.  No torch."""
+"""Control path of a paged KV cache: blocks, hashes, policies, managers, replay.  No PyTorch."""
 
 from cache.blocks.memory_usage import MemoryUsage
 from cache.blocks.pool import OutOfBlocks

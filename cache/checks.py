@@ -1,4 +1,4 @@
-"""Checks of arguments, and of a cache's own state."""
+"""Checks of arguments and of a cache's internal state."""
 
 import operator
 import reprlib
@@ -6,11 +6,11 @@ import sys
 from numbers import Real
 
 MAX_SIZE = 2**31 - 1
-"""Largest size unless a function says otherwise: block ids and lengths are 32-bit integers."""
+"""Default maximum of a size: block ids and lengths are 32-bit integers."""
 
 
 def shown(value: object) -> str:
-    """``value`` in an error message: short, and also for ints that Python refuses to print."""
+    """Return a short text of ``value`` for an error message, even if Python cannot print it."""
     try:
         return reprlib.repr(value)
     except ValueError:
@@ -18,7 +18,7 @@ def shown(value: object) -> str:
 
 
 def as_int(name: str, value: int) -> int:
-    """``value`` as an int, also from NumPy; ValueError, with the argument's name, if it is none."""
+    """Return ``value`` (an int or a NumPy integer) as an int.  Raises ValueError otherwise."""
     if type(value) is int:
         return value
     try:
@@ -30,9 +30,9 @@ def as_int(name: str, value: int) -> int:
 
 
 def at_least(minimum: int, name: str, value: int, maximum: float = MAX_SIZE) -> int:
-    """``value`` as an int; ValueError, with the argument's name, unless it is >= ``minimum``.
+    """Return ``value`` as an int.
 
-    An int above ``maximum`` is a ValueError too.
+    Raises ValueError, with the argument's name, unless minimum <= value <= maximum.
     """
     try:
         number = as_int(name, value)
@@ -45,9 +45,9 @@ def at_least(minimum: int, name: str, value: int, maximum: float = MAX_SIZE) -> 
 
 
 def finite(name: str, value: float, *, positive: bool = False) -> float:
-    """``value``; ValueError, with the argument's name, unless it is finite and at least 0.
+    """Return ``value``.  ValueError, with the argument's name, unless it is finite and at least 0.
 
-    ``positive``: above 0.
+    ``positive``: 0 is a ValueError too.
     """
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not (is_number and 0 <= value <= sys.float_info.max) or (positive and value == 0):
@@ -57,7 +57,7 @@ def finite(name: str, value: float, *, positive: bool = False) -> float:
 
 
 def true_or_false(name: str, value: bool) -> bool:
-    """``value``; ValueError, with the argument's name, unless it is a bool."""
+    """Return ``value``.  ValueError, with the argument's name, unless it is a bool."""
     if not isinstance(value, bool):
         raise ValueError(f"{name}={shown(value)}: needs True or False")
     return value
@@ -70,6 +70,6 @@ def callable_or_none(name: str, value: object) -> None:
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise AssertionError(``message``), also under ``python -O``, unless ``condition`` holds."""
+    """Raise AssertionError unless ``condition`` is true, also under ``python -O``."""
     if not condition:
         raise AssertionError(message)

@@ -1,10 +1,10 @@
-"""Sizes of blocks, pools and KV tensors, in bytes, from the shape of a model.
+"""Sizes in bytes of blocks, pools and KV tensors, computed from the shape of a model.
 
-``num_kv_heads`` counts the whole model.  With tensor parallelism each rank stores its share of the
-heads in its own blocks, and the results are for one rank.
+``num_kv_heads`` is the number of KV heads of the whole model.  With tensor parallelism each rank
+stores its share of the heads in its own blocks.  All results are for one rank.
 
-Raises ValueError, naming the argument, for a size in bytes above 2**63 - 1 and for any other
-integer above 2**31 - 1.
+The functions raise ValueError, with the argument's name, for a size in bytes above 2**63 - 1 and
+for any other integer above 2**31 - 1.
 """
 
 import math
@@ -17,10 +17,10 @@ _MAX_BYTES = 2**63 - 1
 
 
 def kv_heads_per_rank(num_kv_heads: int, tensor_parallel_size: int = 1) -> int:
-    """KV heads that one rank stores.
+    """Number of KV heads that one rank stores.
 
     Heads are divided among the ranks.  With more ranks than heads, several ranks store the same
-    head (as in Megatron-LM and vLLM).  Raises ValueError unless one is a multiple of the other.
+    head (as in Megatron-LM and vLLM).  Raises ValueError if neither number divides the other.
     """
     heads = at_least(1, "num_kv_heads", num_kv_heads)
     ranks = at_least(1, "tensor_parallel_size", tensor_parallel_size)
@@ -40,9 +40,9 @@ def slot_bytes(
     dtype_bytes: int = 2,
     tensor_parallel_size: int = 1,
 ) -> int:
-    """Size of one token's K and V in all layers on one rank.
+    """Bytes of one token's K and V in all layers on one rank.
 
-    ``dtype_bytes``: size of a cache element, 2 for float16 and bfloat16.
+    ``dtype_bytes``: bytes of a cache element: 2 for float16 and bfloat16.
     """
     return (
         2
@@ -54,10 +54,10 @@ def slot_bytes(
 
 
 def block_bytes(*, block_size: int, **shape: int) -> int:
-    """Size of one block of ``block_size`` tokens, K and V, in all layers on one rank.
+    """Bytes of the K and V of one block of ``block_size`` tokens in all layers on one rank.
 
-    ``shape``: the arguments of ``slot_bytes``.  block_size 4, 4 layers, 8 heads, head_dim 128 and
-    float16 make 65,536 bytes.
+    ``shape``: the arguments of ``slot_bytes``.  For example, block_size 4, 4 layers, 8 heads,
+    head_dim 128 and float16 give 65,536 bytes.
     """
     return at_least(1, "block_size", block_size) * slot_bytes(**shape)
 
@@ -65,12 +65,12 @@ def block_bytes(*, block_size: int, **shape: int) -> int:
 def num_gpu_blocks(
     *, total_bytes: int, gpu_memory_utilization: float, peak_bytes: int, block_bytes: int
 ) -> int:
-    """Blocks that fit into the memory of a GPU beside the model.
+    """Number of blocks that fit into the memory of a GPU beside the model.
 
-    ``floor((total_bytes * gpu_memory_utilization - peak_bytes) / block_bytes)``, where
-    ``peak_bytes`` is the peak of a profiling run with the largest batch and no cache.  The
-    utilization counts as a decimal number, so that binary rounding never costs a block.  Raises
-    ValueError if no block fits, and for bad arguments.
+    It is ``floor((total_bytes * gpu_memory_utilization - peak_bytes) / block_bytes)``.
+    ``peak_bytes`` is the peak memory of a profiling run with the largest batch and no cache.  The
+    utilization is read as an exact decimal number, so that binary rounding never costs a block.
+    Raises ValueError if no block fits, and for bad arguments.
     """
     total = at_least(1, "total_bytes", total_bytes, _MAX_BYTES)
     peak = at_least(0, "peak_bytes", peak_bytes, _MAX_BYTES)
@@ -88,7 +88,7 @@ def num_gpu_blocks(
 
 
 def utilization_share(gpu_memory_utilization: float) -> Fraction:
-    """The exact decimal value; ValueError unless it is in (0, 1]."""
+    """Return the utilization as an exact decimal number.  ValueError unless it is in (0, 1]."""
     utilization = gpu_memory_utilization
     is_number = isinstance(utilization, Real) and not isinstance(utilization, bool)
     if not is_number or not 0 < utilization <= 1:
@@ -99,7 +99,7 @@ def utilization_share(gpu_memory_utilization: float) -> Fraction:
 
 
 def num_cpu_blocks(*, swap_space_bytes: int, block_bytes: int) -> int:
-    """Blocks that fit into the swap space in host memory; may be 0."""
+    """Number of blocks that fit into the swap space in host memory; may be 0."""
     space = at_least(0, "swap_space_bytes", swap_space_bytes, _MAX_BYTES)
     return space // at_least(1, "block_bytes", block_bytes, _MAX_BYTES)
 
@@ -115,7 +115,7 @@ def kv_cache_shape(
 ) -> tuple[int, int, int, int, int, int]:
     """Shape of one rank's KV tensor: ``(2, layers, blocks, block_size, heads, head_dim)``.
 
-    Index 0 of the first dimension is K, 1 is V; ``kv[0, layer]`` is the ``k_cache`` of the kernels.
+    ``kv[0, layer]`` is the ``k_cache`` argument of the kernels, ``kv[1, layer]`` the ``v_cache``.
     """
     return (
         2,
@@ -128,7 +128,7 @@ def kv_cache_shape(
 
 
 def reservation_waste(reserved_tokens: int, used_tokens: int) -> float:
-    """Unused share of a contiguous reservation: 8192 reserved, 792 used -> 0.903."""
+    """Unused share of a reservation: 0.903 if 792 of 8192 reserved tokens are used."""
     reserved = at_least(1, "reserved_tokens", reserved_tokens)
     used = at_least(0, "used_tokens", used_tokens)
     if used > reserved:

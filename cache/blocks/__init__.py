@@ -1,1 +1,1 @@
-"""Sequences, block hashes, the pool of blocks, and the use of memory."""
+"""Sequences, block hashes, the block pool and memory usage."""

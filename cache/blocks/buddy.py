@@ -1,23 +1,23 @@
-"""Buddy allocation: runs of 2**k adjacent blocks (Knowlton, CACM 1965; Knuth, TAOCP 1, 2.5)."""
+"""Buddy allocator of runs of 2**k adjacent blocks (Knowlton, CACM 1965; Knuth, TAOCP 1, 2.5)."""
 
 from cache.blocks.pool import OutOfBlocks
 from cache.checks import require
 
 
 class BuddyAllocator:
-    """Hands out runs of blocks from ``0 .. num_blocks - 1``.
+    """Allocates runs of the blocks ``0 .. num_blocks - 1``.
 
-    A run has 2**k blocks and begins at a multiple of its length.  A longer free run is halved to
-    the requested length.  Two halves, which are buddies, join as soon as both are free.  If
-    ``num_blocks`` is no power of two, it consists of several runs that never join.  Every call is
-    O(log num_blocks).
+    A run has 2**k blocks and begins at a multiple of its length.  If a free run is too long, it is
+    halved until it has the requested length.  The two halves of a run are buddies, and they join
+    as soon as both are free.  If ``num_blocks`` is not a power of two, the blocks form several
+    runs that never join.  Every call is O(log num_blocks).
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.num_free = num_blocks
-        self._orders: dict[int, int] = {}  # start of a run in use -> its order
-        # Free runs by order, the newest last; dicts serve as ordered sets.
+        self._orders: dict[int, int] = {}  # first block of a run in use -> order
+        # Free runs by order, the last freed at the end.  The dicts serve as ordered sets.
         self._free: list[dict[int, None]] = [{} for _ in range(num_blocks.bit_length())]
         start = 0
         for order in reversed(range(num_blocks.bit_length())):
@@ -37,14 +37,14 @@ class BuddyAllocator:
 
     @property
     def longest_run(self) -> int:
-        """Length of the longest free run; 0 without one."""
+        """Length of the longest free run; 0 if there is no free run."""
         for order in reversed(range(len(self._free))):
             if self._free[order]:
                 return 1 << order
         return 0
 
     def allocate(self, count: int) -> int:
-        """Take a run of at least ``count`` blocks; returns its first block.  Raises OutOfBlocks."""
+        """Take a run of at least ``count`` blocks; return its first block.  Raises OutOfBlocks."""
         order = wanted = (count - 1).bit_length()
         while order < len(self._free) and not self._free[order]:
             order += 1
@@ -58,7 +58,7 @@ class BuddyAllocator:
         return start
 
     def free(self, start: int) -> None:
-        """Give back the run in use at ``start``."""
+        """Free the run in use whose first block is ``start``."""
         order = self._orders.pop(start)
         self.num_free += 1 << order
         while start ^ (1 << order) in self._free[order]:
@@ -68,7 +68,7 @@ class BuddyAllocator:
         self._free[order][start] = None
 
     def check_invariants(self) -> None:
-        """Raise AssertionError unless the runs cover every block once and free buddies joined."""
+        """Raise AssertionError unless each block is in one run and all free buddies are joined."""
         runs = list(self._orders.items())
         for order, free in enumerate(self._free):
             runs += [(start, order) for start in free]

@@ -1,6 +1,6 @@
-"""Events about cached blocks, for a router that sends a prompt to the replica that has its prefix.
+"""Events about cached blocks.  A router uses them to find the replica that caches a prefix.
 
-Fields and order are as in ``vllm.distributed.kv_events`` (0.33).
+The fields and their order are as in ``vllm.distributed.kv_events`` (0.33).
 """
 
 from typing import NamedTuple
@@ -9,20 +9,20 @@ from cache.blocks.sequence import ExtraKey
 
 
 class BlockStored(NamedTuple):
-    """Full blocks of a sequence with ``token_ids``, maybe duplicates, can be found from now on."""
+    """The full blocks with ``token_ids``, which may be duplicates, can be found from now on."""
 
     block_hashes: list[bytes]
     parent_block_hash: bytes | None
-    """Hash of the block before them; None at the head of a prompt."""
+    """Hash of the block before the first of these blocks; None at the start of a prompt."""
     token_ids: list[int]
     block_size: int
     lora_name: str | int | None
     extra_keys: list[list[ExtraKey]]
-    """Extra keys that the hash of each block contains."""
+    """For each block, the extra keys that are part of its hash."""
 
 
 class BlockRemoved(NamedTuple):
-    """A block of each of ``block_hashes`` has lost its content; a duplicate may still have it."""
+    """For each hash, one block has lost its content; a duplicate block may still hold it."""
 
     block_hashes: list[bytes]
 

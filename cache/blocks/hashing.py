@@ -1,19 +1,19 @@
-"""Chained block hashes: a block is identified by its tokens and everything before them.
+"""Chained block hashes.  A hash identifies the tokens of a block and all tokens before the block.
 
     H(block) = digest(H(parent block), token ids of the block, extra keys of the block)
 
-Only full blocks are hashed.  The parent of the first block is all zeros.  K/V depend on more than
-tokens, so there are extra keys, as in vLLM v1: the LoRA adapter, multi-modal inputs with their
+Only full blocks are hashed.  The parent hash of the first block is all zeros.  K/V do not depend on
+tokens alone.  As in vLLM v1, the extra keys are the LoRA adapter, the multi-modal inputs with their
 position relative to the block, and a cache salt that separates tenants.  The adapter and the salt
-enter the first block only; the chain carries them on.
+are keys of the first block only; through the chain, later hashes depend on them too.
 
-The hashed bytes are the parent's digest, 4 bytes per token, and the extra keys, each part with its
-kind and length.  So different inputs, say an equal LoRA name and salt, never give the same bytes.
+The hashed bytes are the parent's digest, 4 bytes per token, and the extra keys.  Each part of a key
+is stored with its type and length, so that different keys never give the same bytes.
 
-With ``xxh3_128`` and ``sha256`` only the digests are compared: among a billion different blocks the
-chance that two 128-bit digests agree is below 2e-21.  ``xxh3_128`` can be attacked on purpose;
-``sha256`` (vLLM's default) is for tenants that do not trust each other.  ``xxh64`` is Nano-vLLM's;
-64 bits are too few, so its manager compares the tokens of every hit.
+With ``xxh3_128`` and ``sha256`` a hit compares only digests: among a billion different blocks the
+chance that two 128-bit digests are equal is below 2e-21.  An attacker can construct collisions of
+``xxh3_128``, so use ``sha256`` (vLLM's default) for tenants that do not trust each other.
+Nano-vLLM uses ``xxh64``.  64 bits are too few, so its manager compares the tokens of every hit.
 """
 
 from collections.abc import Callable, Iterable
@@ -43,11 +43,11 @@ HASH_ALGORITHMS: dict[str, Callable[[bytes], bytes]] = {
     "sha256": sha256_digest,
     "xxh64": xxh64_digest,
 }
-"""The choices for ``hash_algorithm``: digest functions."""
+"""The choices for ``hash_algorithm``: name -> digest function."""
 
 
 def encode_extra_keys(keys: Iterable[ExtraKey]) -> bytes:
-    """A unique encoding of a block's extra keys (b's1:a' is a str of length 1)."""
+    """Encode the extra keys of a block uniquely (b's1:a' is a str of length 1)."""
     encoded = []
     for key in keys:
         encoded.append(b"k%d:" % len(key))
@@ -56,7 +56,7 @@ def encode_extra_keys(keys: Iterable[ExtraKey]) -> bytes:
 
 
 class BlockHasher:
-    """Computes the hash chains of sequences, for one block size and one algorithm."""
+    """Computes the hash chains of sequences for one block size and one algorithm."""
 
     def __init__(self, algorithm: str, block_size: int) -> None:
         if not isinstance(algorithm, str) or algorithm not in HASH_ALGORITHMS:
@@ -72,9 +72,9 @@ class BlockHasher:
         self._tokens_of_block = f"{4 * block_size}s"
 
     def block_hashes(self, seq: Sequence) -> list[bytes]:
-        """Digests of all full blocks of ``seq`` without unknown tokens; each is computed once.
+        """Return the digests of the full blocks of ``seq`` whose tokens are all known.
 
-        The sequence keeps the list, which the next call may extend.  Do not modify it.
+        Each digest is computed once.  The sequence owns the list: do not modify it.
         """
         chain = seq.hash_chains.setdefault(self._name, [])
         size, known = self.block_size, len(chain)

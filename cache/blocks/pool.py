@@ -1,4 +1,4 @@
-"""The physical blocks of a cache: their users, their content and the order of eviction."""
+"""The physical blocks of a cache: users, content and order of eviction."""
 
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import chain
@@ -12,9 +12,9 @@ class OutOfBlocks(RuntimeError):
     """A call needs more blocks than are free.
 
     Attributes:
-        needed: blocks that the call would have taken from the free ones.
-        free: blocks that are free.
-        longest_run: length of the longest free run, for a design that needs a run of blocks.
+        needed: number of free blocks that the call would have taken.
+        free: number of free blocks.
+        longest_run: blocks of the longest free run.  None if the design needs no adjacent blocks.
     """
 
     def __init__(self, needed: int, free: int, longest_run: int | None = None) -> None:
@@ -41,27 +41,28 @@ class BlockPool:
 
     A block is always in one of three states:
 
-        free           no user, and its content cannot be found; the last freed is taken first,
+        free           no user, and no content that can be found; the last freed is taken first,
                        and blocks that were never used come last, in the order 0, 1, 2 ...
-        cached-free    no user, but its content is indexed: a lookup can revive it
-        referenced     in ``ref_counts[block]`` tables, indexed or not
+        cached-free    no user, but the content is indexed: a lookup can find the block again
+        referenced     in ``ref_counts[block]`` tables; the content may be indexed
 
-    Cached-free blocks belong to the eviction policy, which evicts only when no block is free.  A
-    block loses its content only when it is taken again.  With ``lru`` this is the
-    free queue of vLLM v1, which puts blocks without a hash at its front.
+    The eviction policy owns the cached-free blocks and evicts only when no block is free.  A block
+    loses its content only when it is taken again.  With ``lru`` the order equals vLLM v1's free
+    queue, where blocks without a hash are put at the front.
 
-    Several blocks can hold the same content if they were computed side by side.  All of them are
-    indexed, and a lookup finds the oldest.
+    Several blocks hold the same content if sequences computed them at the same time.  All these
+    blocks are indexed, and a lookup finds the oldest.
+
+    Only the pool writes the first three attributes.
 
     Attributes:
-        num_free_blocks: blocks without a user (free and cached-free); only the pool writes it.
-        ref_counts: number of tables that hold each block; only the pool writes it.
-        block_hashes: hash of each block's content, None if it cannot be found; only the pool
-            writes it.
+        num_free_blocks: number of blocks without a user (free and cached-free).
+        ref_counts: for each block, the number of tables that hold it.
+        block_hashes: for each block, the hash of its content.  None if it cannot be found.
         policy: the eviction policy, which the pool starts and owns.
-        queue_uncached: free blocks wait with the cached-free ones in one queue, as in older vLLM
-            v1; set before a block is taken.
-        events: events of removed and cleared content, for a manager that reports them, else None.
+        queue_uncached: True puts free and cached-free blocks into one queue, as in older vLLM v1.
+            A manager sets it before it takes a block.
+        events: events of removed content.  None if the manager does not report events.
         counts: ``allocated_blocks``, and ``evicted_blocks``: allocations that overwrote content.
     """
 
@@ -75,17 +76,17 @@ class BlockPool:
         self.events: list[Event] | None = None
         self._free = list(range(num_blocks))[::-1]  # a stack
         self.block_hashes: list[bytes | None] = [None] * num_blocks
-        self._holders: dict[bytes, int] = {}  # hash -> the oldest block with this content
-        self._duplicates: dict[bytes, list[int]] = {}  # hash -> younger blocks, by age
+        self._holders: dict[bytes, int] = {}  # hash -> oldest block with this content
+        self._duplicates: dict[bytes, list[int]] = {}  # hash -> younger blocks, oldest first
         self._reports_misses = "miss" in policy.hooks
         self._reports_content = "insert" in policy.hooks
 
     def free_blocks(self) -> Iterator[int]:
-        """Blocks without a user, in the order in which they would be taken now."""
+        """The blocks without a user, in the order in which the pool would take them now."""
         return chain(reversed(self._free), self.policy)
 
     def lookup(self, hashes: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest cached prefix of ``hashes``, valid until blocks are taken next."""
+        """Blocks of the longest cached prefix of ``hashes``.  Valid until blocks are taken next."""
         hits = []
         for key in hashes:
             block = self._holders.get(key)
@@ -95,13 +96,13 @@ class BlockPool:
         return hits
 
     def num_revived(self, hits: Sequence[int]) -> int:
-        """Number of ``hits`` without a user, which count as free."""
+        """Number of blocks in ``hits`` that have no user and so count as free."""
         return list(map(self.ref_counts.__getitem__, hits)).count(0)
 
     def allocate(self, count: int) -> list[int]:
-        """Take ``count`` blocks, with one user each and without their former content.
+        """Take ``count`` blocks.  They get one user each and lose their former content.
 
-        Raises OutOfBlocks, changing nothing.
+        If it raises OutOfBlocks, nothing has changed.
         """
         check_free(count, self.num_free_blocks)
         return self._take(count)
@@ -109,15 +110,14 @@ class BlockPool:
     def extend(
         self, blocks: list[int], length: int, hashes: Sequence[bytes], first: int, last: int
     ) -> None:
-        """Extend the table ``blocks`` of a sequence to ``length``, and cache its full blocks.
+        """Extend the table ``blocks`` of a sequence to ``length``, and index its full blocks.
 
-        A smaller ``length`` takes no block.  The blocks at positions ``first`` to ``last - 1`` can
-        be found by their ``hashes`` from now on, duplicates once the older block is gone.  Enough
-        blocks must be free.
+        If the table is longer already, no block is taken.  The blocks at positions ``first`` to
+        ``last - 1`` are indexed by their ``hashes``.  Enough blocks must be free.
         """
         count = length - len(blocks)
         if self._reports_misses:
-            for depth in range(first, last):  # one by one: the victim may depend on the newcomer
+            for depth in range(first, last):  # one by one: the new block may affect eviction
                 if hashes[depth] not in self._holders:
                     self.policy.miss(hashes[depth])
                 if depth == len(blocks):
@@ -130,9 +130,9 @@ class BlockPool:
             self._publish(blocks, hashes, first, last)
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Add a user to each of ``blocks``, which are in use or which ``lookup`` has found.
+        """Add a user to each of ``blocks``.  They are in use, or ``lookup`` has found them.
 
-        They leave the free blocks, so the request that hit them does not evict them.
+        The blocks are no longer free, so the request that hit them cannot evict them.
         """
         ref_counts = self.ref_counts
         revived = [block for block in blocks if not ref_counts[block]]
@@ -160,7 +160,7 @@ class BlockPool:
         return blocks
 
     def _forget(self, evicted: list[int]) -> None:
-        """Drop the content of ``evicted``, which the policy has just returned."""
+        """Drop the content of the blocks ``evicted``, which the policy has just returned."""
         hashes, holders, duplicates = self.block_hashes, self._holders, self._duplicates
         self.counts["evicted_blocks"] += len(evicted)
         for block in evicted:
@@ -182,7 +182,7 @@ class BlockPool:
                 del duplicates[key]
 
     def _is_released(self, block: int) -> bool:
-        """Whether the policy could have ``block``."""
+        """Whether the policy may own ``block``."""
         if block >= self.num_blocks or self.ref_counts[block]:
             return False
         return self.queue_uncached or self.block_hashes[block] is not None
@@ -192,8 +192,8 @@ class BlockPool:
     ) -> None:
         """Index the blocks of ``table`` at positions ``first`` to ``last - 1`` by their ``hashes``.
 
-        The policy gets a block under its hash, and a duplicate under (hash, block), so that its
-        keys are unique.
+        For the policy the key of a block is its hash.  The key of a duplicate is (hash, block), so
+        that keys are unique.
         """
         holders, content, reports = self._holders, self.block_hashes, self._reports_content
         parent = hashes[first - 1] if first else None
@@ -209,10 +209,10 @@ class BlockPool:
                 parent = key
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Remove a user from each of ``blocks``, given in the order of their sequence.
+        """Remove a user from each of ``blocks``, which are in the order of their sequence.
 
-        Blocks without a user left become free or cached-free, the last of the sequence first.
-        Cached blocks precede uncached ones in ``blocks``.
+        Blocks that have no user left become free or cached-free, the last of the sequence first.
+        In ``blocks`` all cached blocks must come before the uncached blocks.
         """
         ref_counts, hashes = self.ref_counts, self.block_hashes
         released = []
@@ -235,7 +235,7 @@ class BlockPool:
     def reset_prefix_cache(self) -> None:
         """Drop the content of every block; no block may be in use.
 
-        The order in which blocks would be taken stays; the policy starts anew, without a block.
+        The order in which blocks would be taken stays the same.  The policy restarts empty.
         """
         self._free = list(self.free_blocks())[::-1]
         self.policy.start(self.num_blocks)

@@ -1,4 +1,4 @@
-"""A sequence of tokens, as cache managers see it."""
+"""Sequences of tokens, with the data that cache managers need."""
 
 import copy
 from array import array
@@ -8,11 +8,11 @@ from typing import NamedTuple, Self
 from cache.checks import as_int, shown
 
 ExtraKey = tuple[str | bytes | int, ...]
-"""The kind of key, then its parts: ``("lora", "adapter-7")``."""
+"""The kind of the key, then its parts: ``("lora", "adapter-7")``."""
 
 
 class MultiModalInput(NamedTuple):
-    """An image, a sound ... whose embeddings replace a run of placeholder tokens."""
+    """An input (image, sound ...) whose embeddings replace a run of placeholder tokens."""
 
     content_hash: str | bytes
     """Identifies the content."""
@@ -23,32 +23,31 @@ class MultiModalInput(NamedTuple):
 
 
 class Sequence:
-    """The tokens of a request, or of one sample of it, and all other data that its K/V depend on.
+    """The tokens of a request or of one of its samples, and all other data that K/V depend on.
 
     Args:
-        seq_id: identifies the sequence in a manager; unique among sequences that hold blocks.
-        token_ids: the prompt, at least one token, each in [0, 2**32).
+        seq_id: id of the sequence in a manager; unique among sequences that hold blocks.
+        token_ids: the prompt: at least one token id, each in [0, 2**32).
         lora_name: name or number of the LoRA adapter; None for the base model.
-        mm_inputs: multi-modal inputs of the prompt, by rising offset, not overlapping.
-        cache_salt: only sequences with an equal salt share blocks; None and empty mean no salt.
+        mm_inputs: multi-modal inputs of the prompt, sorted by offset, not overlapping.
+        cache_salt: only sequences with equal salts share blocks; None and empty mean no salt.
 
     Attributes:
-        token_ids: ``array('I')`` of all tokens; numpy and torch read it without a copy.
-            ``append_token`` extends it; only unknown tokens are ever replaced.
-        num_unknown_tokens: placeholders at its end, whose values the host does not have yet.  They
-            are not hashed.
+        token_ids: ``array('I')`` of all tokens; NumPy and PyTorch read it without a copy.
+            ``append_token`` extends the array.  Only unknown tokens are ever replaced.
+        num_unknown_tokens: number of placeholders at the end of ``token_ids``.  The host does not
+            have the values of these tokens yet, so they are not hashed.
         num_prompt_tokens: number of tokens the sequence was made with.
-        num_cached_tokens: leading tokens whose K/V were found when the sequence was allocated.
-        num_computed_tokens: leading tokens that have a slot: computed, or being computed by the
-            scheduled step.
-        table_version: rises whenever the block table may have changed.
+        num_cached_tokens: number of leading tokens whose K/V were found at allocation.
+        num_computed_tokens: number of leading tokens that have a slot.  They are computed, or the
+            scheduled step computes them.
+        table_version: number that rises whenever the block table may have changed.
         hints: ``calls_tool`` and ``ends_session`` of the policies' ``RequestInfo``, if they are
-            known; the policy gets them when the sequence has finished.
-        keyed_length: no block that begins at or after this position has extra keys.
-        hash_chains: digests of the full blocks by (algorithm, block size), maintained by
-            :class:`cache.blocks.hashing.BlockHasher`.
+            known.  The policy gets them when the sequence has finished.
+        keyed_length: position in tokens; no block that begins there or later has extra keys.
+        hash_chains: (algorithm, block size) -> digests of the full blocks.  BlockHasher adds them.
 
-    Only the manager writes the last four counters, so a sequence belongs to one manager at a time.
+    Only the manager writes ``num_cached_tokens``, ``num_computed_tokens`` and ``table_version``.
     Raises ValueError, with the argument's name, for bad values.
     """
 
@@ -81,7 +80,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and generated tokens."""
+        """Number of prompt and generated tokens."""
         return len(self.token_ids)
 
     def append_token(self, token_id: int) -> None:
@@ -93,10 +92,10 @@ class Sequence:
             raise
 
     def fork(self, seq_id: Hashable) -> Self:
-        """A copy with another id and its own tokens and hash chains.
+        """Return a copy with the id ``seq_id`` and its own tokens and hash chains.
 
-        Attributes of a subclass are copied shallowly.  ``manager.fork(parent, child)`` shares the
-        blocks.
+        Attributes of a subclass are copied shallowly.  Blocks are not shared until the caller calls
+        ``manager.fork(parent, child)``.
         """
         child = copy.copy(self)
         child.seq_id = seq_id
@@ -106,11 +105,11 @@ class Sequence:
         return child
 
     def extra_keys(self, start: int, end: int) -> list[ExtraKey]:
-        """Extra hash keys of the block with the tokens [``start``, ``end``).
+        """Return the extra hash keys of the block with the tokens [``start``, ``end``).
 
-        For the first block, the adapter and the salt.  For each multi-modal input that overlaps the
-        block, its hash, its offset from the start of the block (negative if it begins before) and
-        its length; the same image at another offset is different content.
+        The first block has the adapter and the salt as keys.  Every block has a key for each
+        multi-modal input that overlaps it: the content hash, the offset from the start of the block
+        (negative if the input begins before the block) and the length.
         """
         keys: list[ExtraKey] = []
         if start == 0 and self.lora_name is not None:
@@ -134,7 +133,7 @@ class Sequence:
 def pack_token_ids(token_ids: Iterable[int]) -> array:
     """Copy token ids into an ``array`` of unsigned 32-bit integers.
 
-    Raises ValueError, naming the position, for an id that is not an int in [0, 2**32).
+    Raises ValueError, with the position, for an id that is not an int in [0, 2**32).
     """
     if not isinstance(token_ids, list | tuple | array):
         token_ids = list(token_ids)
@@ -154,7 +153,7 @@ def _check_token_id(token_id: int, name: str) -> None:
 
 
 def encode_key(part: str | bytes | int) -> bytes:
-    """Part of an extra key as bytes; equal only for equal parts of one type.
+    """Encode a part of an extra key.  Different values or types give different bytes.
 
     Raises ValueError for a text that is not valid Unicode and for an int that is too long.
     """
@@ -168,10 +167,10 @@ def encode_key(part: str | bytes | int) -> bytes:
 
 
 def check_key(name: str, value, types):
-    """``value``, a part of an extra key, or None.
+    """Return ``value``, which is a part of an extra key or None.
 
-    Raises ValueError, with the argument's name, for another type and for a value that cannot be
-    hashed.
+    Raises ValueError, with the argument's name, if the type is not in ``types`` or the value cannot
+    be hashed.
     """
     if not isinstance(value, types):
         raise ValueError(f"{name}={shown(value)}: needs {types}, got {type(value).__name__}")
