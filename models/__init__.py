@@ -1,19 +1,19 @@
 """Decoders of several families on the paged KV cache, and the engine that serves them.
 
 config, weights    read a Hugging Face folder
-decoder, layers    the model; parallel: the part of each rank
+decoder, layers    the model; parallel: the part of the model on each rank
 attention          stores K/V and attends, with the Triton kernels, PyTorch or flash-attn
-runner             inputs, block moves and logits of a step
-cuda_graphs        decoding replayed from CUDA graphs
+runner             runs a step: moves blocks, prepares inputs, computes logits
+cuda_graphs        replays decode steps from CUDA graphs
 sampler, uploads   next tokens from logits; host-to-device copies
-memory             memory of the largest batch
-llm                ``LLM(...).generate``: all of these and the engine of ``cache.serving``
+memory             measures the memory that the largest batch needs
+llm                ``LLM(...).generate`` joins these modules and ``cache.serving.Engine``
 workers            tensor-parallel ranks as child processes
-prompts, streams   texts and token ids in; events of each caller's requests out
+prompts            checks and tokenizes prompts, renders chats
+streams            gives each caller the events of its requests
 generate           the command line
 """
 # ruff: noqa: E402 (packages are imported after the check)
-
 from pathlib import Path
 
 from models._siblings import check_siblings

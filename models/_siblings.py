@@ -1,11 +1,11 @@
-"""Finds a package that hides one of this repository."""
+"""Check that no other package hides a package of this repository."""
 
 import importlib.util
 from pathlib import Path
 
 
 def check_siblings(root: Path, *names: str) -> None:
-    """Raise ImportError unless Python finds each of the packages in the folder ``root``."""
+    """Raise ImportError unless Python imports each package ``names`` from the folder ``root``."""
     for name in names:
         spec, ours = importlib.util.find_spec(name), root / name
         found = spec.origin if spec is not None else None

@@ -1,8 +1,8 @@
 """Attention over the paged KV cache, by one of three backends.
 
-A backend normalises (with QK-norm) and rotates queries and keys, stores the new keys and values
-into their slots, and then attends.  A sequence may read blocks that were filled by another sequence
-of the same batch.
+A backend normalises (with QK-norm) and rotates queries and keys.  It stores the new keys and values
+into their slots before it attends, so a sequence may read blocks that another sequence of the same
+batch fills.
 
     triton      the kernels of this repository
     torch       plain PyTorch: fast on a CPU, a baseline elsewhere
@@ -33,25 +33,25 @@ if TYPE_CHECKING:
 class AttentionMetadata:
     """Layout of a batch.  Every layer takes it as an argument.
 
-    Rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] are the queries of sequence i, at the last positions
-    of its context_lens[i] tokens.
+    Rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] are the queries of sequence i.  They belong to the
+    last of its context_lens[i] tokens.
     """
 
     slot_mapping: torch.Tensor
-    """(num_tokens,) int64: block_id * block_size + offset.  Rows that pad a captured graph have a
+    """(num_tokens,) int64: block_id * block_size + offset.  Padding rows of a captured graph have a
     negative slot and a context length of 0."""
     block_tables: torch.Tensor
     """(num_seqs, max_blocks) int32; entries past a sequence's last block may hold anything."""
     cu_seqlens_q: torch.Tensor
-    """(num_seqs + 1,) int32: running sum of the number of queries."""
+    """(num_seqs + 1,) int32: cumulative number of queries, starting at 0."""
     context_lens: torch.Tensor
-    """(num_seqs,) int32: tokens with K/V in the cache, including this batch's."""
+    """(num_seqs,) int32: number of tokens of a sequence in the cache, including this batch's."""
     max_seqlen_q: int
     """Largest number of queries of a sequence; 1 when decoding."""
     max_context_len: int
     """Upper bound of context_lens."""
     parts: tuple[AttentionMetadata, ...] = ()
-    """The batch split by number of queries (one, few, many); empty if there is one kind."""
+    """Parts of a batch that mixes sequences with one, few and many queries; else empty."""
 
 
 class AttentionBackend:
@@ -59,12 +59,12 @@ class AttentionBackend:
 
     name: str
     ops: ModuleType = kernels
-    """Other operations of a layer: ``kernels``, or ``kernels.reference`` in plain PyTorch."""
+    """Module of the layer's other ops: ``kernels``, or ``kernels.reference`` (plain PyTorch)."""
     has_fp8_cache: bool = True
     """Whether the cache may be fp8 e4m3."""
     captured_multiple: int
-    """A CUDA graph captures decoding if the block size is a multiple of it; 0 if never, because the
-    host reads lengths."""
+    """CUDA graphs can capture decoding if the block size is a multiple of this number.  0: never,
+    because the host reads lengths."""
 
     def __call__(
         self,
@@ -81,11 +81,11 @@ class AttentionBackend:
 
         query: (num_tokens, num_q_heads, head_dim), may be mutated.
         key, value: (num_tokens, num_kv_heads, head_dim), any strides on the first two dimensions.
-        k_cache, v_cache: (num_blocks, block_size, num_kv_heads, head_dim), views of one layer,
-            mutated, in key's dtype or fp8 e4m3, which holds keys / k_scale and values / v_scale.
-        layer: k_scale and v_scale (None is 1); q_norm and k_norm over each head (QK-norm), both or
-            neither None; and scores: scale, window_size (tokens that a query sees, itself included;
-            None is all) and softcap (scores become softcap * tanh(score / softcap); 0 is off).
+        k_cache, v_cache: (num_blocks, block_size, num_kv_heads, head_dim), this layer's, mutated.
+            Dtype: key's, or fp8 e4m3, which stores keys / k_scale and values / v_scale.
+        layer: k_scale and v_scale (None is 1); q_norm and k_norm (QK-norm; None is none); and
+            scores: scale, window_size (tokens that a query sees, itself included; None is all) and
+            softcap (scores become softcap * tanh(score / softcap); 0 is off).
 
         All keys and values are read from the cache, so the result of a query does not depend on
         which tokens are computed together.
@@ -93,7 +93,7 @@ class AttentionBackend:
         raise NotImplementedError
 
     def _rope_store(self, query, key, value, rotation, caches, metadata, layer, **scales) -> None:
-        """Rotate query in place, store rotated keys and values, in one launch."""
+        """Rotate query in place and store rotated keys, and values, in one launch."""
         norms, q_norm = {}, layer.q_norm
         if q_norm is not None:
             norms = {"q_norm_weight": q_norm.weight, "k_norm_weight": layer.k_norm.weight}
@@ -104,7 +104,7 @@ class AttentionBackend:
 
 
 class TritonBackend(AttentionBackend):
-    """The Triton kernels: decode for single queries, else prefill."""
+    """Triton kernels: the decode kernel for sequences with one query, else the prefill kernel."""
 
     name = "triton"
     captured_multiple = 1
@@ -136,20 +136,20 @@ def _parts(metadata: AttentionMetadata) -> Iterator[tuple[slice, AttentionMetada
 
 
 MASKED_QUERIES = 256
-"""Queries of a sequence per mask of the torch backend."""
+"""Number of queries for which the torch backend builds one causal mask."""
 
 GATHERED_BYTES = 2 << 20
-"""Bytes of keys that the torch backend gathers at a time on a CPU, at most.  They fit into a CPU's
-caches."""
+"""Most bytes of keys that the torch backend gathers at a time on a CPU, so that they fit into the
+CPU's caches."""
 
 
 class TorchBackend(AttentionBackend):
     """PyTorch's scaled_dot_product_attention over the gathered context.
 
-    Decoding gathers the contexts of several sequences: all of them on a GPU, as many as fit into
-    the caches on a CPU.  Shorter contexts are padded with their last token (other slots may hold
-    NaN) and masked.  Prompts are computed sequence by sequence.  Lengths are read on the host,
-    which synchronises a GPU.  Softcapped scores are computed explicitly.
+    Decoding gathers the contexts of several sequences: on a GPU all, on a CPU as many as fit into
+    the CPU's caches.  Shorter contexts are padded with their last token (other slots may hold NaN),
+    and the padding is masked.  Prompts are computed sequence by sequence.  Reading lengths on the
+    host synchronises a GPU.  Scores with a softcap are computed without the fused function.
     """
 
     name = "torch"
@@ -159,7 +159,7 @@ class TorchBackend(AttentionBackend):
     def __init__(self) -> None:
         self._metadata: AttentionMetadata | None = None  # a new object in each forward pass
         self._gathers: dict[int | None, list[Any]] = {}
-        """Of the metadata, by window size: equal in all layers, computed in the first one."""
+        """Results of ``_gathers`` for the metadata, by window size; layers share them."""
 
     def __call__(self, query, key, value, rotation, k_cache, v_cache, metadata, layer):
         if self._metadata is not metadata:
@@ -236,10 +236,10 @@ class TorchBackend(AttentionBackend):
 def _gathers(
     metadata: AttentionMetadata, block_size: int, window_size: int | None, limit: float
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
-    """Slots that the queries of a decode batch see, in runs of up to ``limit`` tokens.
+    """Cut a decode batch into runs of up to ``limit`` tokens, and find the slots that queries see.
 
-    Yields a slice of sequences; their slots, (num_seqs, longest); and the mask that is False for
-    padding, (num_seqs, 1, 1, longest), or None without padding.
+    Yields for each run: the slice of its sequences; their slots, (num_seqs, longest); and a mask,
+    (num_seqs, 1, 1, longest), False for padding.  The mask is None without padding.
     """
     ends = metadata.context_lens.long()
     begins = torch.zeros_like(ends) if window_size is None else (ends - window_size).clamp(0)
@@ -256,8 +256,8 @@ def _gathers(
 
 
 def padded_runs(lengths: list[int], limit: float) -> Iterator[slice]:
-    """Cut a batch into runs of sequences of up to ``limit`` tokens, padding included.  A longer
-    sequence is a run of its own."""
+    """Cut a batch into runs of sequences.  A run has up to ``limit`` tokens, padding included, or
+    one longer sequence."""
     first, longest = 0, 0
     for index, length in enumerate(lengths):
         longest = max(longest, length)
@@ -278,10 +278,10 @@ def _attend_causally(
     """Causal attention of the last positions of a sequence; returns queries' shape.
 
     queries: (1, num_q_heads, num_queries, head_dim).  keys, values: (1, num_kv_heads, num_keys,
-    head_dim), of the last num_keys positions.
+    head_dim), for the last num_keys positions.
 
-    Behind a cached prefix PyTorch needs a mask, and computes masked scores too.  So each slice of
-    queries attends to its own range of keys.
+    Behind a cached prefix PyTorch needs a mask, and it also computes the masked scores.  So each
+    slice of queries attends only to the range of keys that it sees.
     """
     num_queries, num_keys = queries.shape[2], keys.shape[2]
     num_before = num_keys - num_queries
@@ -314,7 +314,7 @@ def _attend(
     scale: float,
     softcap: float = 0.0,
 ) -> torch.Tensor:
-    """Attention to the keys where ``seen`` is True, or to all keys if it is None."""
+    """Attention to the keys where ``seen`` is True, or to all keys if ``seen`` is None."""
     group = queries.shape[1] // keys.shape[1]
     if not softcap:
         return F.scaled_dot_product_attention(
@@ -330,8 +330,8 @@ def _attend(
 class FlashAttnBackend(AttentionBackend):
     """flash-attn's paged kernels.  Raises ImportError if flash-attn is not installed.
 
-    flash-attn 2 needs block sizes that are multiples of 256.  For other sizes the context is copied
-    into pages of 256 tokens before each call.
+    flash-attn 2 needs block sizes that are multiples of 256.  For other block sizes, the contexts
+    are copied into pages of 256 tokens before each call.
     """
 
     name = "flash_attn"
@@ -367,7 +367,7 @@ class FlashAttnBackend(AttentionBackend):
         )  # fmt: skip
 
     def _repage(self, k_cache, v_cache, metadata):
-        """Copies of the batch's context in pages of page_multiple tokens, and their table."""
+        """Copy the contexts into pages of page_multiple tokens; returns K, V and the page table."""
         block_size = k_cache.shape[1]
         block_tables = metadata.block_tables.long()
         num_seqs, max_blocks = block_tables.shape
@@ -394,9 +394,8 @@ BACKENDS = {backend.name: backend for backend in _CLASSES}
 def make_backend(name: str | None, device: torch.device) -> AttentionBackend:
     """The backend ``name``, by default triton on a GPU and torch on a CPU.
 
-    Raises ValueError for an unknown name and for a backend that cannot run on ``device``,
-    ImportError for flash_attn where it is not installed.
-    """
+    Raises ValueError for an unknown name or a backend that cannot run on ``device``, and
+    ImportError for flash_attn if flash-attn is not installed."""
     if name is None:
         name = "torch" if device.type == "cpu" else "triton"
     if name not in BACKENDS:

@@ -1,4 +1,4 @@
-"""ModelConfig: shape and constants of a decoder, read from a Hugging Face config.json."""
+"""Read the shape and constants of a decoder from a Hugging Face config.json (ModelConfig)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torc
 
 
 class UnsupportedModel(ValueError):
-    """A checkpoint that needs a feature these decoders do not have."""
+    """The checkpoint needs a feature that these decoders do not have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,25 +31,25 @@ class Family:
     """Properties of an architecture that are not fields of its config.json."""
 
     defaults: Mapping[str, Any]
-    """Values of fields that config.json may leave out."""
+    """Defaults of fields that config.json may omit."""
     reads: tuple[str, ...] = ()
-    """Fields of config.json that count here, and not in each architecture."""
+    """Fields of config.json that this architecture reads, but not every architecture."""
     qk_norm: bool = False
-    """RMSNorm over head_dim on each query and key head, before RoPE."""
+    """Queries and keys are RMS-normalised over head_dim, head by head, before RoPE."""
     output_bias: bool = True
-    """``attention_bias`` includes the output projection."""
+    """``attention_bias`` also adds a bias to the output projection."""
     unit_offset_norms: bool = False
-    """Weights of norms are stored as differences from 1."""
+    """The checkpoint stores the weights of norms minus 1."""
     sandwich_norms: bool = False
-    """Attention and MLP also have a norm after them."""
+    """The outputs of attention and MLP are normalised, too."""
     scaled_embeddings: bool = False
     """Embeddings are multiplied by sqrt(hidden_size)."""
     has_window: Callable[[Mapping[str, Any], int], bool] | None = None
-    """Whether a layer has a window if config.json has no layer_types.  By default it has none."""
+    """Whether a layer has a window if config.json has no layer_types.  None: no layer has one."""
     has_rope: Callable[[Mapping[str, Any], int], bool] = lambda fields, layer: True
     """Whether queries and keys of a layer are rotated."""
     rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
-    """RoPE scalings whose frequencies are the same at any length."""
+    """Supported types of RoPE scaling.  Their frequencies do not depend on the sequence length."""
 
 
 _DEFAULTS = {
@@ -137,10 +137,10 @@ FAMILIES: dict[str, Family] = {
         unit_offset_norms=True, sandwich_norms=True, has_window=_from_pattern,
     ),
 }  # fmt: skip
-"""Architectures by their names in config.json.  Llama includes SmolLM2, and Qwen2 Qwen2.5."""
+"""Families by the architecture's name in config.json.  SmolLM2 is a Llama, Qwen2.5 a Qwen2."""
 
 _OFF_IF_NULL = ("sliding_window", *_SCORES[1:])
-"""Fields where null means off, not the default."""
+"""Fields whose null turns a feature off, instead of choosing the default."""
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
@@ -162,8 +162,8 @@ _ROPE_FIELDS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings", *_OF_YARN),
 }
-"""Fields that a RoPE scaling reads, by its type.  All but _OF_YARN are needed.  0 is the default in
-the first four of _OF_YARN; the last four may be None."""
+"""Fields that a RoPE scaling reads, by its type.  Fields outside _OF_YARN are required.  In the
+first four fields of _OF_YARN 0 means the default; the last four may be None."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,8 +171,8 @@ class RopeScaling:
     """Scaling of RoPE's frequencies for contexts longer than in pre-training.
 
     The fields are transformers' ``rope_parameters``.  ``linear`` divides all frequencies by
-    ``factor``, ``llama3`` (Llama 3.1) and ``yarn`` (Peng et al., 2023) divide low frequencies.  A
-    type ignores fields that it does not read.
+    ``factor``.  ``llama3`` (Llama 3.1) and ``yarn`` (Peng et al., 2023) divide low frequencies.
+    _ROPE_FIELDS lists the fields that each type reads; it ignores the rest.
     """
 
     rope_type: str
@@ -183,7 +183,7 @@ class RopeScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
-    """Factor of yarn's sines and cosines, by default from factor, mscale and mscale_all_dim."""
+    """Factor of yarn's sines and cosines.  None: computed from factor, mscale, mscale_all_dim."""
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
@@ -250,7 +250,7 @@ _RENAMED = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Shape and constants of a decoder; sizes of the whole model, not of one rank.
+    """Shape and constants of a decoder.  Sizes are of the whole model, not of one rank.
 
     Raises ValueError, naming the field, for sizes that do not fit together.
     """
@@ -266,25 +266,25 @@ class ModelConfig:
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-6
     ropes: tuple[Rope | None, ...] = (Rope(),)
-    """RoPE of each layer, None for a layer without, or one for all."""
+    """RoPE of each layer (None: the layer has no RoPE), or one item for all layers."""
     tie_word_embeddings: bool = False
     attention_bias: bool = False
-    """Biases on the Q, K, V and, but for Qwen2, the output projections."""
+    """Whether the Q, K, V and, except in Qwen2, output projections have biases."""
     mlp_bias: bool = False
     hidden_act: str = "silu"
     """Activation of the MLP's gate, one of ACTIVATIONS."""
     windows: tuple[int | None, ...] = ()
-    """Tokens that a query sees, itself included, per layer; None or an empty tuple for all."""
+    """For each layer: number of tokens that a query sees, itself included (None: all).  (): all."""
     attention_scale: float | None = None
-    """Scale of the scores, by default head_dim ** -0.5."""
+    """Scale of the attention scores.  None: head_dim ** -0.5."""
     attention_softcap: float = 0.0
-    """Scores become softcap * tanh(score / softcap); 0 for none."""
+    """Attention scores become softcap * tanh(score / softcap); 0: they are not changed."""
     final_softcap: float = 0.0
-    """The same for the logits."""
+    """Logits become softcap * tanh(logit / softcap); 0: they are not changed."""
     initializer_range: float = 0.02
-    """Standard deviation of randomly initialised weights."""
+    """Standard deviation of random weights."""
     dtype: torch.dtype = torch.float32
-    """Dtype that the checkpoint was trained for."""
+    """Dtype of the checkpoint, by its config.json."""
     eos_token_ids: frozenset[int] = field(default_factory=frozenset)
     """Tokens that end a generation."""
 
@@ -312,14 +312,14 @@ class ModelConfig:
 
     @property
     def sliding_window(self) -> int | None:
-        """Largest window of any layer, or None where a layer sees all tokens."""
+        """Largest window of the layers; None if some layer has no window."""
         windows = [window for window in self.windows if window is not None]
         return max(windows) if windows and len(windows) == len(self.windows) else None
 
     @property
     def max_positions(self) -> int:
-        """Longest sequence, as in vLLM: linear scaling multiplies max_position_embeddings, except
-        in Gemma 3, whose checkpoints have the product."""
+        """Longest sequence, as in vLLM: max_position_embeddings times the factor of linear scaling.
+        Gemma 3's checkpoints give this product as max_position_embeddings."""
         if "rope_local_base_freq" in self.family.reads:
             return self.max_position_embeddings
         scalings = [rope.scaling for rope in self.ropes if rope is not None and rope.scaling]
@@ -333,7 +333,7 @@ class ModelConfig:
     def kv_block_bytes(
         self, block_size: int, dtype: torch.dtype, *, tensor_parallel_size: int = 1
     ) -> int:
-        """Bytes of K and V of all layers for one block of ``block_size`` tokens on one rank."""
+        """Bytes that one block of ``block_size`` tokens takes on one rank: K and V, all layers."""
         return block_bytes(
             block_size=block_size, num_layers=self.num_layers,
             num_kv_heads=self.num_kv_heads, head_dim=self.head_dim,
@@ -344,9 +344,9 @@ class ModelConfig:
     def from_folder(cls, folder: str | Path) -> ModelConfig:
         """Read ``config.json``, and end-of-text tokens from ``generation_config.json`` if present.
 
-        ``folder`` may be a GGUF file.  Errors name the file: FileNotFoundError for a missing file,
-        UnsupportedModel for a feature these decoders do not have, ValueError for malformed fields.
-        """
+        ``folder`` may be a GGUF file.  Raises FileNotFoundError if a file is missing,
+        UnsupportedModel for a feature that these decoders do not have, and ValueError for malformed
+        fields.  The messages name the file."""
         folder = Path(folder)
         if is_gguf(folder):
             path, fields = folder, open_gguf(folder).config()
@@ -366,7 +366,8 @@ class ModelConfig:
     def from_dict(cls, fields: Mapping[str, Any]) -> ModelConfig:
         """Translate the fields of a config.json of transformers 4 or 5.
 
-        Raises UnsupportedModel and ValueError, also for a missing field.
+        Raises UnsupportedModel as ``from_folder`` does, and ValueError for missing or malformed
+        fields.
         """
         names = fields.get("architectures")
         if not isinstance(names, list) or [type(name) for name in names[:1]] != [str]:
@@ -447,10 +448,10 @@ def default_sampling_params(folder: Path | None) -> SamplingParams:
 
 
 def eos_of_tokenizer(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
-    """Id of the eos_token that a tokenizer's files name; empty if they name none.
+    """Id of the eos_token that a tokenizer's files name; empty if they name no eos_token.
 
-    Defaults of transformers' tokenizer classes are not read.  Raises ValueError, naming the file,
-    for malformed JSON or a token that is not a text.
+    The defaults of transformers' tokenizer classes do not count.  Raises ValueError, naming the
+    file, for malformed JSON or a token that is not a text.
     """
     path, legacy = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
     fields = read_json_object(path) if path.exists() else {}
@@ -466,7 +467,7 @@ def eos_of_tokenizer(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Read a JSON file of a checkpoint.  FileNotFoundError and ValueError name it."""
+    """Read a checkpoint's JSON file.  Raises FileNotFoundError or ValueError, naming the file."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -480,7 +481,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _errors_of(path: Path | None) -> Iterator[None]:
-    """ValueError and UnsupportedModel begin with the file."""
+    """Put the name of the file before the message of a ValueError or UnsupportedModel."""
     try:
         yield
     except ValueError as error:
@@ -499,7 +500,7 @@ _LAYER_TYPES = _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def _layer_types(fields: Mapping[str, Any], family: Family) -> list[str]:
-    """The kind of attention of each layer, one of _LAYER_TYPES."""
+    """The type of each layer: "full_attention" or "sliding_attention"."""
     types, num_layers = fields.get("layer_types"), fields["num_hidden_layers"]
     has_window = family.has_window or (lambda fields, _: bool(fields.get("use_sliding_window")))
     own = [_LAYER_TYPES[bool(has_window(fields, layer))] for layer in range(num_layers)]
@@ -531,8 +532,8 @@ def _windows(
 
 
 def _ropes(fields: Mapping[str, Any], layers: list[str], family: Family) -> tuple[Rope | None, ...]:
-    """RoPE of each layer, or one for all, from the fields of transformers 4 and 5, with the
-    precedence of transformers 5."""
+    """RoPE of each layer, or one item for all layers.  Reads the fields of transformers 4 and 5; if
+    both are present, the field that transformers 5 prefers counts."""
     scaling, parameters = (
         _json_object(name, fields.get(name, {})) for name in ("rope_scaling", "rope_parameters")
     )

@@ -1,7 +1,7 @@
-"""Decoding replayed from CUDA graphs: one launch for all kernels of a step.
+"""Decode steps as CUDA graphs: one launch replays all kernels of a step.
 
-Graphs exist for some batch sizes; a batch uses the next larger one.  Padding rows have negative
-slots and contexts of length 0: they store nothing and attend to nothing.
+Graphs are captured for some batch sizes.  A batch uses the smallest graph that holds it; padding
+rows fill the rest.  They have negative slots and empty contexts, so nothing is stored or attended.
 """
 
 import bisect
@@ -17,7 +17,7 @@ _WARM_UPS = 2  # they compile kernels and allocate workspaces before the capture
 
 
 class DecodeGraphs:
-    """The decode step of a model for batches of up to ``max_num_seqs`` sequences.
+    """CUDA graphs of a model's decode step, for batches of up to ``max_num_seqs`` sequences.
 
     Args:
         kv_cache: the model's cache, which the graphs read and write in place.
@@ -46,7 +46,7 @@ class DecodeGraphs:
         self._hidden = torch.zeros(largest, hidden_size, dtype=weight.dtype, device=device)
         self._max_context_len = max_blocks * kv_cache.shape[3]
         self._pool: Any = None
-        # The largest first, so that smaller graphs fit into its memory pool.
+        # Capture the largest graph first: the smaller graphs reuse its memory pool.
         self._replays = {size: self._capture(size) for size in reversed(self.batch_sizes)}
 
     def fits(self, metadata: AttentionMetadata) -> bool:
@@ -56,7 +56,7 @@ class DecodeGraphs:
     def run(
         self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
-        """Hidden states, (batch, hidden_size), valid until the next call."""
+        """Replay a step.  Returns hidden states, (batch, hidden_size), valid until the next run."""
         batch = len(token_ids)
         size = self.batch_sizes[bisect.bisect_left(self.batch_sizes, batch)]
         self._token_ids[:batch].copy_(token_ids)
@@ -97,5 +97,5 @@ class DecodeGraphs:
 
 
 def _batch_sizes(largest: int) -> list[int]:
-    """1, 2, 4, then every multiple of 8, and the largest itself."""
+    """1, 2, 4 and the multiples of 8, up to ``largest``, and ``largest`` itself."""
     return sorted({size for size in (1, 2, 4, *range(8, largest, 8), largest) if size <= largest})

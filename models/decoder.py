@@ -1,8 +1,8 @@
-"""The decoder of all families: layers of grouped-query attention and a gated MLP with norms.
+"""One decoder for all families: each layer has grouped-query attention, a gated MLP, and norms.
 
-Differences among families are data in ``models.config.Family`` and ``ModelConfig``.  Modules have
-the names of Hugging Face checkpoints.  The KV cache and the batch's metadata are arguments; a
-decoder holds only its weights.
+``models.config.Family`` and ``ModelConfig`` hold the differences between families.  Modules have
+the names of Hugging Face checkpoints.  A decoder holds only weights; the KV cache and the batch's
+metadata are arguments of ``forward``.
 """
 
 from functools import partial
@@ -25,7 +25,7 @@ from models.parallel import TensorParallel
 
 
 class Attention(nn.Module):
-    """Self-attention with fused QKV; QK-norm where the architecture has it."""
+    """Self-attention with fused QKV, and with QK-norm if the architecture uses it."""
 
     def __init__(
         self, config: ModelConfig, window: int | None, backend: AttentionBackend, tp: TensorParallel
@@ -60,7 +60,7 @@ class Attention(nn.Module):
             "window_size": window,
             "softcap": config.attention_softcap,
         }
-        # Scales of an fp8 cache, if the checkpoint has them; see `models.weights.load_kv_scales`.
+        # Scales of an fp8 cache; `models.weights.load_kv_scales` sets them if they are stored.
         self.k_scale: float | None = None
         self.v_scale: float | None = None
 
@@ -71,8 +71,8 @@ class Attention(nn.Module):
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """x: (num_tokens, hidden_size).  kv_cache: this layer's, (2, num_blocks, block_size,
-        num_kv_heads, head_dim)."""
+        """x: (num_tokens, hidden_size).  kv_cache: (2, num_blocks, block_size, num_kv_heads,
+        head_dim), the part of this layer."""
         query, key, value = (y.unflatten(-1, (-1, self.head_dim)) for y in self.qkv_proj(x))
         caches = kv_cache[0], kv_cache[1]
         out = self.backend(query, key, value, rotation, *caches, metadata, self)
@@ -115,8 +115,8 @@ class DecoderLayer(nn.Module):
     def forward(self, x, residual, rotation, kv_cache, metadata):
         """Returns x and residual for the next layer.
 
-        x: output of the previous layer.  residual: stream to which x is added, in place, or None
-            where x is the stream.
+        x: output of the previous layer.  residual: residual stream; x is added to it in place.  In
+            the first layer it is None: x itself is the stream.
         """
         normalised = self.input_layernorm(x, residual)
         residual = x if residual is None else residual
@@ -153,7 +153,7 @@ class Decoder(nn.Module):
         )
         self.norm = _norm(config, backend.ops)
         self.embedding_scale = None
-        if config.family.scaled_embeddings:  # rounded to the model's dtype, as in training
+        if config.family.scaled_embeddings:  # rounded to the model's dtype like in training
             self.embedding_scale = torch.tensor(config.hidden_size**0.5, device="cpu").item()
 
     def forward(self, token_ids, positions, kv_cache, metadata):
@@ -169,8 +169,8 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """A language model of any architecture in ``models.config.FAMILIES``.
 
-    Weights are uninitialised until ``models.weights.load_weights`` or ``randomize_weights``.
-    ``build_model`` makes a model with a given dtype and device.
+    ``models.weights.load_weights`` or ``randomize_weights`` fill its weights, which are first
+    uninitialised.  ``build_model`` makes a model of a given dtype on a given device.
     """
 
     def __init__(
@@ -196,13 +196,13 @@ class CausalLM(nn.Module):
 
         token_ids, positions: (num_tokens,) int64.
         kv_cache: (2, num_layers, num_blocks, block_size, num_kv_heads_per_rank, head_dim) in the
-            model's dtype or fp8 e4m3; the K/V of these tokens are stored in it.
+            model's dtype or fp8 e4m3.  The K/V of the new tokens are stored into it.
         Returns (num_tokens, hidden_size).
         """
         return self.model(token_ids, positions, kv_cache, metadata)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(num_rows, hidden_size) to (num_rows, vocab_size)."""
+        """Logits, (num_rows, vocab_size), of hidden states, (num_rows, hidden_size)."""
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
         logits, cap = head.logits(hidden), self.config.final_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
@@ -219,7 +219,7 @@ def build_model(
 ) -> CausalLM:
     """A model with uninitialised weights of ``dtype`` on ``device``.
 
-    max_positions: size of the RoPE table; by default the config's.
+    max_positions: rows of the RoPE table.  Default: ``config.max_positions``.
     """
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -25,10 +25,10 @@ class Arguments:
     prompt_ids: tuple[str, ...] = ()
     """A prompt as token ids, separated by commas; may be given several times."""
     chat: bool = False
-    """Each prompt is a user's message, formatted by the checkpoint's chat template."""
+    """Format each prompt as a user's message with the checkpoint's chat template."""
     max_tokens: int | None = None
-    """By default the checkpoint's, else 64.  From its generation_config.json come temperature,
-    top-k, top-p, min-p and the repetition penalty, too."""
+    """By default from the checkpoint's generation_config.json, else 64.  The defaults of
+    temperature, top-k, top-p, min-p and the repetition penalty are read from this file, too."""
     stop: tuple[str, ...] = ()
     """A text that ends an output; may be given several times."""
     temperature: float | None = None
@@ -47,7 +47,7 @@ class Arguments:
     device: str | None = None
     dtype: str | None = None
     kv_cache_dtype: Literal["fp8_e4m3"] | None = None
-    """One byte per element of the KV cache; by default the cache has the model's dtype."""
+    """Dtype of the KV cache; by default the model's dtype."""
     attention_backend: Literal["triton", "torch", "flash_attn"] | None = None
     manager: str = "vllm_v1"
     policy: str = "lru"
@@ -58,9 +58,9 @@ class Arguments:
     scheduling: Literal["mixed", "prefill_first"] = "mixed"
     preemption: Literal["recompute", "swap"] = "recompute"
     tensor_parallel_size: int = 1
-    """Processes, with a GPU each, that share the model."""
+    """Number of processes that share the model, each with its own GPU."""
     random_weights: bool = False
-    """Ignore the checkpoint's weights."""
+    """Use random weights instead of the checkpoint's weights."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
         names = {field.name for field in dataclasses.fields(SamplingParams)}
         given = {name: options.pop(name) for name in names & options.keys()}
         given = {name: value for name, value in given.items() if value is not None}
-        SamplingParams(**given)  # refused before the model is loaded
+        SamplingParams(**given)  # raises for bad values before the model is loaded
         llm = LLM(enable_prefix_caching=options.pop("prefix_caching"), **options)
         params = dataclasses.replace(llm.default_sampling_params, **given)
         if args.chat:

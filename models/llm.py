@@ -1,4 +1,4 @@
-"""LLM: a checkpoint, a KV cache and an engine behind ``generate``."""
+"""LLM: generates text with a checkpoint, a KV cache and an engine."""
 
 import dataclasses
 import os
@@ -43,7 +43,7 @@ from models.workers import LeadingEngine, Workers, has_workers, start_workers
 
 HOST_KV_CACHE_BYTES = 4 << 30
 HOST_KV_CACHE_SHARE = 0.25
-"""Default limits of the blocks in host memory: bytes, and share of the available memory."""
+"""Default limits of a KV cache in host memory: bytes, and share of the available memory."""
 
 _CHOICES = {
     "preemption": ("recompute", "swap"), "scheduling": ("mixed", "prefill_first"),
@@ -61,39 +61,40 @@ class LLMOptions:
 
     Attributes:
         device: "cuda" or "cpu"; by default a GPU if there is one.
-        dtype: dtype of weights and KV cache; by default the checkpoint's on a GPU, fp32 on a CPU.
+        dtype: dtype of weights and KV cache.  Default: the checkpoint's dtype on a GPU, fp32 on a
+            CPU.
         kv_cache_dtype: None, or "fp8_e4m3" for a KV cache of one byte per element.  Needs "triton"
             or "torch".  Keys and values are divided by the checkpoint's scales (one each per layer,
             as in vLLM), else by 1; magnitudes beyond 448 saturate.
         attention_backend: "triton" (default on a GPU), "torch" (default on a CPU), "flash_attn".
         manager: cache manager, a key of ``cache.MANAGERS``.  If every layer has a window, vllm_v1
-            frees the blocks behind it, unless they may be swapped out or partly reused.
+            frees the blocks behind it, unless preemption is "swap" or blocks are partly reused.
         policy: eviction policy, for managers with prefix caching.
         block_size: tokens per block.
-        num_blocks: blocks of the KV cache.  Default: as many as fit.  On a GPU that is
-            gpu_memory_utilization of its memory minus the peak of a profiling run; on a CPU
-            min(4 GiB, 25 % of available memory), at most max_num_seqs of the longest sequences.
-        num_host_blocks: blocks of host memory for preemption="swap".  Default: num_blocks, limited
-            to min(4 GiB, 25 % of available memory).
-        max_model_len: longest sequence, prompt included.  Default: the largest that fits model and
-            cache.
+        num_blocks: number of blocks of the KV cache.  Default on a GPU: as many as fit into
+            gpu_memory_utilization of its memory minus the peak of a profiling run.  Default on a
+            CPU: as many as fit into min(4 GiB, 25 % of available memory), but no more than
+            max_num_seqs sequences of max_model_len need.
+        num_host_blocks: number of blocks in host memory for preemption="swap".  Default:
+            num_blocks, limited to min(4 GiB, 25 % of available memory).
+        max_model_len: longest sequence, prompt included.  Default: as long as model and cache allow.
         max_num_seqs, max_num_batched_tokens: maximum number of sequences and tokens of a step.
         enable_prefix_caching: share the K/V of equal prefixes.
         enable_chunked_prefill: compute prompts longer than max_num_batched_tokens in chunks.
-        scheduling: "mixed": a step decodes and computes prompts; "prefill_first": one or the other.
+        scheduling: "mixed": a step decodes and prefills; "prefill_first": it does either.
         scheduling_policy: "fcfs", or "priority" for requests with a priority.
         preemption: "recompute" or "swap" the K/V of a preempted sequence.
-        tensor_parallel_size: number of processes, with a GPU each, that share the model.  Under
-            torchrun every rank makes its own LLM and serves the same prompts; otherwise child
-            processes are started now.
+        tensor_parallel_size: number of processes that share the model, each with its own GPU.
+            Under torchrun every rank makes its own LLM and serves the same prompts.  Otherwise this
+            LLM starts the other ranks as child processes.
         gpu_memory_utilization: see num_blocks.
-        hash_algorithm: hash of the prefix cache; by default the manager's own.
-        manager_options: further options of the manager.  sliding_window is the model's.
-        random_weights: ignore the checkpoint's weights.
-        cuda_graphs: replay decoding from CUDA graphs.  Default: where possible, on a GPU with
-            "triton", or with "flash_attn" and a block_size that is a multiple of 256.
+        hash_algorithm: hash of the prefix cache.  Default: the manager's default.
+        manager_options: further options of the manager, except sliding_window.
+        random_weights: use random weights instead of the checkpoint's weights.
+        cuda_graphs: replay decoding from CUDA graphs.  Default: True on a GPU with "triton", and
+            with "flash_attn" if block_size is a multiple of 256.
         overlap: launch a step before the previous step's tokens are read, see ``Engine.step``.
-            Default: on a GPU.  Tokens do not change.
+            Default: True on a GPU.  Tokens do not change.
         seed: seed of random weights, and of requests without a seed of their own.
 
     Raises ValueError, naming the option.
@@ -150,20 +151,20 @@ class LLM:
         [output] = llm.generate("The capital of France is", SamplingParams(temperature=0))
         print(output.outputs[0].text)
 
-    Several threads may generate at a time.  An error of a request's own work (its text, scores or
-    samples) ends it alone, with finish_reason "error" and ``RequestOutput.error``.  A step that
+    Several threads may generate at a time.  An error in the text, scores or samples of one request
+    ends only that request, with finish_reason "error" and ``RequestOutput.error``.  A step that
     raises (KeyboardInterrupt, out of memory ...) cancels all requests and empties the cache.  The
-    LLM then serves new requests; tensor-parallel ranks that it started end.
+    LLM can then serve new requests, unless it started tensor-parallel ranks: these are ended.
 
     Args:
         model: folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer.json), a
             GGUF file, a name on the hub ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B@REVISION"), or a
-            ModelConfig, which gets random weights.
+            ModelConfig for a model with random weights.
         options: fields of LLMOptions.
 
     Raises ValueError, naming the argument or the file, for options that do not fit together, an
-    unknown architecture, absent or mismatched weights, or a cache too small for one sequence;
-    FileNotFoundError for a missing folder; ImportError if flash-attn is not installed.
+    unknown architecture, absent or mismatched weights, or a cache too small for a sequence.
+    Raises FileNotFoundError for a missing folder, and ImportError if flash-attn is not installed.
     """
 
     def __init__(self, model: str | Path | ModelConfig, **options: Any) -> None:
@@ -234,7 +235,7 @@ class LLM:
 
     @property
     def manager(self) -> CacheManager:
-        """The cache manager; a step that raises replaces it."""
+        """The cache manager.  After a step that raises, it is a new one."""
         return self.engine.manager
 
     def generate(
@@ -246,13 +247,13 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate for one or several prompts: texts, lists of token ids, SaltedPrompts of either.
 
-        sampling_params: for all prompts, or one for each; by default ``default_sampling_params``,
-            the checkpoint's (generation_config.json).
-        priority: likewise.  Smaller ones are served first, with ``scheduling_policy="priority"``.
+        sampling_params: SamplingParams for all prompts, or a sequence with an item per prompt.
+            Default: ``default_sampling_params``, read from generation_config.json.
+        priority: an int for all prompts, or a sequence.  Needs ``scheduling_policy="priority"``,
+            which serves requests with smaller numbers first.
 
-        Returns one output per prompt, in order.  Raises the errors of ``Engine.add``, with the
-        number of the prompt, before anything is generated.
-        """
+        Returns one output per prompt, in order.  Raises the errors of ``Engine.add`` before
+        anything is generated, with the number of the prompt."""
         events = self._streams.open(self._requests(prompts, sampling_params, priority))
         done = [event for event in events if isinstance(event, RequestOutput)]
         return sorted(done, key=lambda output: output.request_id)
@@ -264,8 +265,8 @@ class LLM:
         *,
         priority: int | Sequence[int] = 0,
     ) -> Iterator[TokenOutput | RequestOutput]:
-        """Generate as ``generate`` does; yields each token as it comes, and each request's outputs
-        when it is finished.  Tokens of beam search come with the outputs only.
+        """Generate as ``generate`` does, but yield each token as it comes, and each request's
+        outputs when the request is finished.  Beam search yields only outputs.
 
         Request ids rise in the order of the prompts.  Leaving the iteration cancels unfinished
         requests.
@@ -279,16 +280,15 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
-        """Generate the next message of one or several chats, by the checkpoint's chat template.
+        """Generate the next message of one or several chats, with the checkpoint's chat template.
 
         messages: a chat, ``[{"role": "user", "content": "..."}, ...]``, or several.  A content may
-            be a list of ``{"type": "text", "text": "..."}`` if the template takes lists.
+            be a list of ``{"type": "text", "text": "..."}`` if the template accepts lists.
         template_options: options of ``ChatTemplate.render``, for example ``tools`` (functions or
             their JSON schemas), or variables such as ``enable_thinking``.
 
-        Returns and raises as ``generate`` and ``ChatTemplate.render``; ValueError also for a
-        checkpoint without a template.
-        """
+        Returns and raises as ``generate`` and ``ChatTemplate.render`` do.  Also raises ValueError
+        for a checkpoint without a chat template."""
         if self.chat_template is None or self.tokenizer is None:
             raise ValueError(
                 "messages: a chat needs a chat template and a tokenizer.json in the model's folder"
@@ -296,7 +296,7 @@ class LLM:
         chats = as_list(messages)
         chats = [chats] if chats and isinstance(chats[0], Mapping) else chats
         texts = [self.chat_template.render(chat, **template_options) for chat in chats]
-        # The template writes the special tokens.
+        # The rendered text already has the special tokens.
         prompts = [self.encode(text, add_special_tokens=False) for text in texts]
         outputs = self.generate(prompts, sampling_params)
         return [
@@ -305,20 +305,20 @@ class LLM:
         ]
 
     def reset_prefix_cache(self) -> bool:
-        """``Engine.reset_prefix_cache``: forget all cached K/V, as after a change of weights."""
+        """Forget all cached K/V, for example for new weights; see ``Engine.reset_prefix_cache``."""
         return self._streams.reset_prefix_cache()
 
     def abort(self, request_id: int) -> None:
-        """Cancel a request that ``stream`` serves: its outputs so far come next.
+        """Cancel a request that ``stream`` serves.  The stream then yields its outputs so far.
 
         Raises KeyError for a request that is unknown or finished.
         """
         self._streams.abort(request_id)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt.  ``add_special_tokens`` adds the tokenizer's, such as BOS.
+        """Token ids of a prompt.  add_special_tokens: add the tokenizer's special tokens (BOS ...).
 
-        Raises ValueError for a text that cannot be tokenized, and without a tokenizer.
+        Raises ValueError if the text cannot be tokenized or there is no tokenizer.
         """
         if self.tokenizer is None:
             raise ValueError(
@@ -329,7 +329,7 @@ class LLM:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def _with_special_stops(self, params: SamplingParams) -> SamplingParams:
-        """Replace stop strings that are special tokens, which texts do not show, by stop tokens."""
+        """Replace stop strings that are special tokens by stop tokens: texts do not show them."""
         if self.tokenizer is None or not params.skip_special_tokens:
             return params
         special = {
@@ -344,7 +344,7 @@ class LLM:
         )
 
     def _requests(self, prompts: Any, sampling_params: Any, priority: Any) -> list[NewRequest]:
-        """Check all prompts and parameters; returns a request for each prompt."""
+        """Check all prompts and parameters.  Returns a request for each prompt."""
         prompts, requests = list_prompts(prompts), []
         if sampling_params is None:
             sampling_params = self.default_sampling_params
@@ -373,7 +373,7 @@ class LLM:
         return requests
 
     def _join_ranks(self, size: int, arguments: Mapping[str, Any]) -> Workers | None:
-        """Join the ranks; returns the workers if this process starts them."""
+        """Join the tensor-parallel ranks.  Returns the workers if this process started ranks."""
         for name in ("num_q_heads", "num_kv_heads", "intermediate_size"):
             first = TensorParallel(0, size)
             first.share(getattr(self.config, name), name, repeat=name == "num_kv_heads")
@@ -401,7 +401,7 @@ class LLM:
     def _size_cache(
         self, asked: LLMOptions, longest: int, kv_dtype: torch.dtype
     ) -> tuple[int, int]:
-        """Numbers of blocks on the device and, for swapping, in host memory.  All ranks agree."""
+        """Numbers of blocks on the device and, for swapping, in host memory; equal on all ranks."""
         num_blocks, num_host_blocks = asked.num_blocks, asked.num_host_blocks
         block_bytes = self.config.kv_block_bytes(
             asked.block_size, kv_dtype, tensor_parallel_size=asked.tensor_parallel_size
@@ -443,7 +443,7 @@ class LLM:
 
 
 def _one_for_each(name: str, value: Any, count: int) -> Sequence[Any]:
-    """``value``, a sequence with an item for each of ``count`` prompts, or one item for all."""
+    """One item for each of ``count`` prompts.  value: a sequence of items, or an item for all."""
     if not isinstance(value, Sequence):
         return [value] * count
     if len(value) != count:
@@ -463,7 +463,7 @@ def _new_scheduler(
         options["sliding_window"] = config.sliding_window
     if asked.manager == "contiguous":
         longest_run = asked.block_size << max(0, num_blocks.bit_length() - 1)
-        # Sequences that do not stop early: an oracle's reservation.
+        # The oracle's reservation: right for sequences that do not stop early.
         final_length = lambda seq: getattr(seq, "max_num_tokens", seq.num_tokens)  # noqa: E731
         options.setdefault("final_length", final_length)
         options.setdefault("max_model_len", asked.max_model_len or min(longest, longest_run))
@@ -493,7 +493,7 @@ def _use_graphs(asked: LLMOptions, backend: AttentionBackend, device: torch.devi
 
 
 def _fit_max_model_len(asked: int | None, longest: int, scheduler: Scheduler) -> int:
-    """The longest sequence that the cache, and without chunked prefill one step, can hold."""
+    """The longest sequence that the cache can hold; without chunked prefill also one step."""
     fitting = scheduler.longest_sequence(longest)
     if not scheduler.chunked_prefill and fitting == scheduler.max_num_batched_tokens:
         limit = f"max_num_batched_tokens={fitting} without chunked prefill"
@@ -507,7 +507,7 @@ def _fit_max_model_len(asked: int | None, longest: int, scheduler: Scheduler) ->
 
 
 def _device(device: str | torch.device | None, tensor_parallel_size: int) -> torch.device:
-    """The device to use.  Each rank on a machine has its own GPU."""
+    """The device to use.  The ranks on a machine use different GPUs."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if str(device).partition(":")[0] not in ("cpu", "cuda"):
@@ -550,5 +550,5 @@ def _kv_dtype(
 
 
 def _make_engine(arguments: dict[str, Any]) -> Any:
-    """The engine of a worker rank."""
+    """Make the engine of a worker rank."""
     return LLM(**arguments).engine

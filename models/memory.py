@@ -1,4 +1,4 @@
-"""Memory that is left for the KV cache beside the model and its largest batch."""
+"""Measures the memory that the model and its largest batch leave for the KV cache."""
 
 from pathlib import Path
 
@@ -10,12 +10,12 @@ from models.decoder import CausalLM
 from models.runner import make_kv_cache
 from models.sampler import Sampler
 
-_CGROUP = Path("/sys/fs/cgroup")  # this process's group, inside a container
+_CGROUP = Path("/sys/fs/cgroup")  # in a container: the control group of this process
 
 
 def available_host_bytes() -> int:
-    """Linux's estimate of memory available without swapping, within the limit of a container
-    (cgroup v2)."""
+    """Bytes of memory that are available without swapping, by Linux's estimate, but no more than
+    the limit of a container (cgroup v2) leaves."""
     kilobytes = _fields(Path("/proc/meminfo"))["MemAvailable:"]
     available = kilobytes * 1024
     try:
@@ -42,11 +42,11 @@ def profile_peak_bytes(
     block_size: int,
     kv_dtype: torch.dtype | None = None,
 ) -> int:
-    """Peak of bytes in use on the GPU, other processes included, for the largest batch.
+    """Run the largest batch; returns the peak of bytes in use on the GPU, by any process.
 
-    It has num_tokens tokens, in sequences of max_model_len, and num_seqs rows of logits with top-p
-    sampling.  The cache has one block, which all tables repeat, in kv_dtype (None: the model's).
-    CUDA graphs, which are captured later, do not count.
+    The batch has num_tokens tokens, in sequences of max_model_len, and num_seqs rows of logits with
+    top-p sampling.  All block tables point to the only block of a KV cache of kv_dtype (None: the
+    model's dtype).  CUDA graphs are captured later and do not count.
     """
     device = model.model.embed_tokens.weight.device
     torch.cuda.empty_cache()

@@ -1,8 +1,8 @@
 """Tensor parallelism: the part of every matrix that a rank holds, and the collectives.
 
-The layout of Megatron-LM (Shoeybi et al., 2019).  QKV, gate and up projections and the vocabulary
-are split by output, attention output and down projections by input, so that attention and MLP
-need one all-reduce each.
+The layout is Megatron-LM's (Shoeybi et al., 2019).  QKV, gate and up projections and the vocabulary
+are split by output.  Attention output and down projections are split by input.  So attention and
+MLP need one all-reduce each.
 """
 
 import atexit
@@ -16,7 +16,7 @@ import torch.distributed as dist
 class TensorParallel:
     """This process's rank among the ``size`` ranks of a model.
 
-    The ranks are torch.distributed's default group.  With size 1 the collectives do nothing and
+    The ranks are torch.distributed's default group.  With size 1 the collectives do nothing, and
     torch.distributed need not be initialised.
     """
 
@@ -30,12 +30,11 @@ class TensorParallel:
     def share(self, count: int, name: str, *, repeat: bool = False) -> range:
         """This rank's contiguous part of ``count`` items.
 
-        repeat: with fewer items than ranks, several ranks hold the same item.  For KV heads; not
-            for dimensions that an all-reduce sums over.
+        repeat: if there are fewer items than ranks, several ranks hold the same item.  Use it for
+            KV heads, never for a dimension that an all-reduce sums over.
 
-        Raises ValueError, with ``name``, unless size divides count (or count divides size, with
-        ``repeat``).
-        """
+        Raises ValueError, naming ``name``, unless size divides count or, with ``repeat``, count
+        divides size."""
         if count % self.size == 0:
             each = count // self.size
             return range(self.rank * each, (self.rank + 1) * each)
@@ -45,13 +44,13 @@ class TensorParallel:
         raise ValueError(f"tensor_parallel_size={self.size} does not divide {name}={count}")
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum ``x`` over all ranks, in place; returns it."""
+        """Sum ``x`` over all ranks in place; returns ``x``."""
         if self.size > 1:
             dist.all_reduce(x)
         return x
 
     def all_gather_last(self, x: torch.Tensor) -> torch.Tensor:
-        """Concatenate the ranks' ``x``, of equal shapes, along the last dimension."""
+        """Concatenate ``x`` of all ranks along the last dimension.  Shapes must be equal."""
         if self.size == 1:
             return x
         parts = [torch.empty_like(x) for _ in range(self.size)]
@@ -59,7 +58,7 @@ class TensorParallel:
         return torch.cat(parts, dim=-1)
 
     def min(self, value: int, device: torch.device) -> int:
-        """The smallest of the ranks' values; ``device`` is the group's device."""
+        """The smallest ``value`` of all ranks.  device: where the group's collectives run."""
         if self.size == 1:
             return value
         smallest = torch.tensor(value, device=device)
@@ -73,11 +72,10 @@ def is_distributed() -> bool:
 
 
 def join_tensor_parallel(size: int, device: torch.device) -> TensorParallel:
-    """Join a group of ``size`` ranks that torchrun started or that is initialised.
+    """Join the initialised group of ``size`` ranks, or initialise the ranks that torchrun started.
 
-    All ranks run the same program on the same requests, so they schedule alike.  Raises ValueError
-    if the group has another size.
-    """
+    All ranks run the same program on the same requests, so they make the same schedule.  Raises
+    ValueError if there is no such group or its size differs."""
     if size == 1:
         return TensorParallel()
     if not dist.is_initialized():

@@ -23,7 +23,7 @@ from models.gguf import is_gguf, open_gguf
 
 @dataclass(frozen=True)
 class SaltedPrompt:
-    """A prompt that shares K/V only with prompts of the same salt, for example of one tenant.
+    """A prompt that shares K/V only with prompts of the same salt, for example of the same tenant.
 
     Raises ValueError for a salt that is neither bytes nor text in valid Unicode.
     """
@@ -40,16 +40,16 @@ Messages = Sequence[Mapping[str, object]]
 """Messages of a chat, usually with a "role" and a "content"."""
 
 _MEDIA = re.compile("(input_)?(image|audio|video|file)(_url)?")
-"""Types of parts of a content that only a multi-modal model can read."""
+"""Types of content parts that need a multi-modal model."""
 
 
 @contextlib.contextmanager
 def tokenizer_errors(source: str | Path) -> Iterator[None]:
-    """Raises ValueError, beginning with ``source``, for errors and panics of tokenizers."""
+    """Turn errors and panics of tokenizers into ValueErrors that begin with ``source``."""
     try:
         yield
     except BaseException as error:
-        # A panic is a BaseException, of a class that cannot be imported.
+        # A panic is a BaseException whose class cannot be imported.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ValueError(f"{source}: " + str(error).removeprefix(f"{source}: ")) from None
@@ -58,7 +58,7 @@ def tokenizer_errors(source: str | Path) -> Iterator[None]:
 def load_tokenizer(folder: Path | None) -> Tokenizer | None:
     """The tokenizer of a checkpoint, or None without a tokenizer.json.
 
-    Raises ValueError, naming the file, if it cannot be read.
+    Raises ValueError, naming the file, if the tokenizer cannot be read.
     """
     if folder is not None and is_gguf(folder):
         file = open_gguf(folder)
@@ -69,7 +69,7 @@ def load_tokenizer(folder: Path | None) -> Tokenizer | None:
         return None
     with tokenizer_errors(path):
         tokenizer = Tokenizer.from_file(str(path))
-    tokenizer.no_truncation()  # settings of training batches
+    tokenizer.no_truncation()  # files may hold such settings for training batches
     tokenizer.no_padding()
     return tokenizer
 
@@ -94,22 +94,22 @@ def to_token_ids(prompt: Iterable[int]) -> list[int]:
     if isinstance(prompt, bytes | bytearray):
         raise ValueError(f"prompt: got bytes, {shown(prompt)}; decode them to a str")
     if isinstance(prompt, range):
-        prompt = prompt[: 2**24 + 1]  # more than any model takes
+        prompt = prompt[: 2**24 + 1]  # longer than any model's maximum
     try:
         return list(map(operator.index, prompt))
-    except Exception:  # iterators raise any
+    except Exception:  # an iterator may raise any exception
         raise ValueError(f"prompt: needs a text or token ids, got {shown(prompt)}") from None
 
 
 class ChatTemplate:
-    """Chat template of a checkpoint.  transformers reads and renders it when a chat is rendered.
+    """Chat template of a checkpoint.  ``render`` reads and renders it with transformers.
 
     Args:
-        source: Jinja text, or several by name.  None reads the folder ``path``:
+        source: a Jinja text, or several by name.  None: read from the folder ``path``
             chat_template.jinja and additional_chat_templates, else tokenizer_config.json.
-        path: file or folder, for errors.
-        special_tokens: special tokens that the template sees, such as bos_token, unless a folder
-            is read.
+        path: file or folder of the checkpoint; error messages name it.
+        special_tokens: special tokens that the template uses, such as bos_token.  Without a source
+            they are read from the folder.
     """
 
     def __init__(
@@ -127,12 +127,11 @@ class ChatTemplate:
             add_generation_prompt: end with the start of the model's answer.  By default True,
                 unless ``continue_final_message`` is given.
             options: ``tools``, ``documents``, ``chat_template``, ``continue_final_message`` as in
-                transformers, and variables of the template.  As in transformers, unused variables
-                change nothing.
+                transformers, and variables of the template.  Variables that it does not use have no
+                effect.
 
-        Raises ValueError for malformed messages and options, and for errors of the template, which
-        name its file.
-        """
+        Raises ValueError for malformed messages and options and for errors of the template.  The
+        errors of the template name its file."""
         messages = as_list(messages)
         for message in messages:
             if not isinstance(message, Mapping):
@@ -147,13 +146,13 @@ class ChatTemplate:
             return self._reader.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=add_generation_prompt, **options
             )
-        except Exception as error:  # a template may raise any
+        except Exception as error:  # a template may raise any exception
             files = ", ".join(map(str, _template_files(self._path) or [self._path]))
             raise ValueError(f"messages: {files}: {error} ({type(error).__name__})") from error
 
     @functools.cached_property
     def _reader(self) -> Any:
-        """transformers' tokenizer without a vocabulary: it reads and renders chat templates."""
+        """A tokenizer of transformers without a vocabulary.  It reads and renders the templates."""
         transformers = import_transformers()  # takes seconds
         from transformers import PreTrainedTokenizerBase
 
@@ -178,7 +177,7 @@ class ChatTemplate:
 
 
 def _template_files(folder: Path) -> list[Path]:
-    """The files that hold the templates of a checkpoint, Jinja files before JSON."""
+    """The Jinja files with a checkpoint's chat templates; else the JSON file, if it has one."""
     patterns = "chat_template.jinja", "additional_chat_templates/*.jinja"
     files = [file for pattern in patterns for file in sorted(folder.glob(pattern))]
     config = folder / "tokenizer_config.json"
@@ -188,7 +187,7 @@ def _template_files(folder: Path) -> list[Path]:
 
 
 def load_chat_template(folder: Path | None) -> ChatTemplate | None:
-    """The chat template of a checkpoint, or None."""
+    """The chat template of a checkpoint, or None without a template."""
     if folder is None:
         return None
     if is_gguf(folder):

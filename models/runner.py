@@ -1,4 +1,4 @@
-"""Runs the steps of the scheduler: moves blocks, prepares inputs, computes logits."""
+"""Runs the scheduler's steps: moves blocks, prepares inputs, computes logits."""
 
 import dataclasses
 import itertools
@@ -27,16 +27,17 @@ class ModelRunner:
 
     Args:
         model: a model with its weights.
-        num_blocks, block_size: shape of the KV cache, zeros on the model's device.
-        kv_dtype: dtype of the KV cache; the model's if None.
-        num_host_blocks: blocks of the host cache, pinned if the model is on a GPU.
-        max_num_seqs, max_model_len: limits of a batch.
-        use_kernels: move blocks by the Triton kernels, else by their PyTorch references.
-        cuda_graphs: replay decoding from CUDA graphs, captured now.
+        num_blocks, block_size: shape of the KV cache on the model's device, filled with zeros.
+        kv_dtype: dtype of the KV cache.  None: the model's dtype.
+        num_host_blocks: number of blocks in host memory, which is pinned if the model is on a GPU.
+        max_num_seqs, max_model_len: limits of the batches that CUDA graphs hold.
+        use_kernels: move blocks with the Triton kernels, else with their PyTorch references.
+        cuda_graphs: capture CUDA graphs now, and replay decode steps from them.
 
     Attributes:
         kv_cache: (2, num_layers, num_blocks, block_size, num_kv_heads_per_rank, head_dim).
-        host_cache: the same shape with num_host_blocks, in host memory, or None.
+        host_cache: KV cache of the same shape, with num_host_blocks, in host memory.  None if
+            num_host_blocks is 0.
     """
 
     def __init__(
@@ -90,12 +91,12 @@ class ModelRunner:
     def prepare(
         self, step: Step, manager: CacheManager
     ) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor]:
-        """Inputs of the model for the tokens of a step, and the rows whose logits are needed.
+        """Prepare the model's inputs for a step, and find the rows whose logits are needed.
 
-        Returns token_ids and positions, (num_tokens,) int64 each, the metadata, and the last row of
-        each sequence whose tokens are all computed, (num_complete,) int64, in the step's order.
-        """
-        # Launches take sequences by kind; logits are returned in the order of the step.
+        Returns token_ids and positions, (num_tokens,) int64 each, the metadata, and rows: the last
+        row of each sequence whose tokens are then all computed, (num_complete,) int64, in the
+        step's order."""
+        # Sequences of a kind are adjacent in the batch; logits are in the order of the step.
         counts = np.array(step.counts)
         order = np.argsort(kinds_of_launch(counts, self._few_queries), kind="stable")
         counts, sequences = counts[order], [step.sequences[i] for i in order]
@@ -122,7 +123,7 @@ class ModelRunner:
         )  # fmt: skip
         if unread.shape[1]:
             targets, sampled_rows = unread_rows
-            # A row that is not finite has -1, no valid token id; its request ends when it is read.
+            # -1 marks a row that is not finite.  Its request ends when the tokens are read.
             ids[targets] = step.drawn.tokens[sampled_rows].clamp(min=0)
         metadata = AttentionMetadata(
             slot_mapping, tables, cu_seqlens_q, context_lens, int(counts.max()), int(ends.max())
@@ -144,7 +145,7 @@ def make_kv_cache(
     model: CausalLM, num_blocks: int, block_size: int, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """Zeros, (2, num_layers, num_blocks, block_size, num_kv_heads_per_rank, head_dim), on the
-    model's device.  dtype: the model's if None."""
+    model's device.  dtype: None is the model's dtype."""
     weight = model.model.embed_tokens.weight
     shape = kv_cache_shape(
         num_blocks=num_blocks,
@@ -159,7 +160,7 @@ def make_kv_cache(
 def _zeros(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, pinned: bool = False
 ) -> torch.Tensor:
-    """torch.zeros, except that pageable host memory is committed page by page, on first use."""
+    """torch.zeros; but the system commits each page of pageable host memory on its first use."""
     if device.type != "cpu" or pinned:
         return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)
     content = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
@@ -167,10 +168,10 @@ def _zeros(
 
 
 def kinds_of_launch(counts: np.ndarray, few: int) -> np.ndarray:
-    """0, 1 or 2 for each sequence: one, up to ``few``, or more queries.
+    """The kind of each sequence: 0 with one query, 1 with up to ``few`` queries, 2 with more.
 
-    Each kind has its own launch, so a sequence's key splits do not depend on its batch; see
-    ``num_splits`` of ``paged_prefill_attention``.
+    Sequences of different kinds are computed in different launches, so a sequence's key splits do
+    not depend on its batch; see ``num_splits`` of ``paged_prefill_attention``.
     """
     return (counts > 1).astype(int) + (counts > max(few, 1))
 
@@ -178,12 +179,12 @@ def kinds_of_launch(counts: np.ndarray, few: int) -> np.ndarray:
 def in_parts(
     metadata: AttentionMetadata, counts: np.ndarray, ends: np.ndarray, few: int, block_size: int
 ) -> AttentionMetadata:
-    """Split a batch, whose sequences are in the order of their kinds, by kind.
+    """Split a batch by kind.  Its sequences must be ordered by kind.
 
-    counts, ends: queries and tokens of each sequence.
+    counts, ends: number of queries and of tokens of each sequence.
 
-    The tables of a part are no wider than it needs, so that short prompts beside long contexts do
-    not get split-KV.
+    The block tables of a part are as wide as its longest context needs, so that short prompts do
+    not get split-KV because of long contexts in another part.
     """
     kinds = kinds_of_launch(counts, few)
     borders = np.flatnonzero(np.diff(kinds, prepend=-1, append=3)).tolist()
@@ -209,7 +210,7 @@ def in_parts(
 
 
 def _block_tables(sequences: list[ScheduledSequence], manager: CacheManager) -> np.ndarray:
-    """(num_seqs, max_blocks) int32, padded with zeros.  Rows are kept until their table changes."""
+    """(num_seqs, max_blocks) int32, padded with zeros.  ``seq.block_row`` caches a row."""
     tables = []
     for seq in sequences:
         version, row = seq.block_row
@@ -226,10 +227,10 @@ def _block_tables(sequences: list[ScheduledSequence], manager: CacheManager) -> 
 def _token_ids(
     sequences: list[ScheduledSequence], counts: np.ndarray, ends: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The last ``counts`` of the first ``ends`` tokens of each sequence, int64.
+    """Ids of tokens ends - counts to ends of each sequence, int64.
 
-    Also returns (2, num_unread) int64: for each token that is sampled but not yet read, its index
-    in the result and its sampled row.
+    Also returns (2, num_unread) int64: for each of these tokens that is sampled but not yet read,
+    its index in the ids and its row in the sampled tokens.
     """
     tokens, unread = array("I"), []
     for seq, count, end in zip(sequences, counts.tolist(), ends.tolist(), strict=True):
@@ -243,9 +244,8 @@ def _token_ids(
 def independent(pairs: Copies) -> Iterable[Copies]:
     """Split ordered copies into batches whose copies may run in any order.
 
-    A batch ends before a pair that reads or writes one of its destinations, or writes one of its
-    sources.
-    """
+    A batch ends before a pair that reads one of its destinations, or writes a source or destination
+    of the batch."""
     batch: Copies = []
     sources: set[int] = set()
     destinations: set[int] = set()

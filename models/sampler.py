@@ -1,7 +1,7 @@
 """Next tokens from logits, for a batch of requests with different sampling parameters.
 
-``kernels.sample_tokens`` samples the tokens, or its reference with the same results.  Penalties and
-logprobs are computed here.
+``kernels.sample_tokens`` or its PyTorch reference samples the tokens, with the same results.
+Penalties and logprobs are computed here.
 """
 
 import hashlib
@@ -22,32 +22,32 @@ _SMALL_TEMPERATURE = 0.01
 
 
 def noise_seed(seed: int, sample: int, position: int) -> int:
-    """Seed, of 63 bits, of the noise for output token ``position`` of output ``sample``.
+    """63-bit noise seed for token ``position`` of output ``sample`` of a request with ``seed``.
 
-    A seeded request that is preempted or runs in another batch gets the same samples.
+    So preemption and the rest of the batch do not change the samples of a seeded request.
     """
     digest = hashlib.blake2b(f"{seed} {sample} {position}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 class Drawn:
-    """Sampled tokens on their way to the host.
+    """Sampled tokens that are being copied to the host.
 
     Attributes:
-        tokens: (num_rows,) int64 on the device; -1 for a row that is not finite.
+        tokens: (num_rows,) int64 on the device.  -1: the row of logits is not finite.
     """
 
     def __init__(self, tokens: torch.Tensor) -> None:
         self.tokens = tokens
         self._on_host, self._arrived = tokens, None
         if tokens.is_cuda:
-            # PyTorch allocates this copy in pinned memory, which it caches.
+            # PyTorch allocates the copy in pinned memory and caches this memory.
             self._on_host = tokens.to("cpu", non_blocking=True)
             self._arrived = torch.cuda.Event()
             self._arrived.record(torch.cuda.current_stream(tokens.device))
 
     def read(self) -> list[int]:
-        """Wait for the tokens, but not for later work of the device."""
+        """Wait for the tokens, but not for later work on the device."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._on_host.tolist()
@@ -57,7 +57,7 @@ class Sampler:
     """Samples next tokens on the device of the logits.
 
     Args:
-        seed: noise seed of requests without a seed of their own, by default random.
+        seed: seed of the noise for requests without a seed of their own.  None: a random seed.
         use_kernels: sample with the Triton kernel, else with its PyTorch reference.
     """
 
@@ -70,12 +70,12 @@ class Sampler:
     def draw(
         self, logits: torch.Tensor, rows: list[int], sequences: Sequence[ScheduledSequence]
     ) -> Drawn:
-        """A next token for each sequence, from its row of ``logits``, (num_rows, vocab_size).
+        """Sample a next token for each sequence, without waiting for the tokens.
 
-        Does not wait for the tokens.  The noise of a seeded request depends only on the seed, the
-        index of the output and its number of tokens.  -1 for a row with a NaN or an infinite
-        largest logit.
-        """
+        logits: (num_rows, vocab_size).  rows: row of each sequence.  The token is -1 if the row
+            has a NaN or its largest logit is infinite.
+
+        The noise of a seeded request depends on its seed, the output's index and length only."""
         if rows != list(range(len(logits))):
             logits = logits[upload(self._device, np.array(rows))[0]]
         params = [seq.request.params for seq in sequences]
@@ -91,8 +91,8 @@ class Sampler:
     def topk_logprobs(
         self, logits: torch.Tensor, row: int, seq: ScheduledSequence, count: int
     ) -> list[tuple[float, int]]:
-        """The ``count`` likeliest next tokens of a sequence as (log p, token) in descending order.
-        Empty if the largest logit is NaN or infinite."""
+        """The ``count`` most likely next tokens of a sequence: (log p, token), in descending order.
+        Empty if the row has a NaN or its largest logit is infinite."""
         logprobs = logits[row].float().log_softmax(dim=-1)
         values, tokens = logprobs.topk(min(count, len(logprobs)))
         if not values[0].isfinite():
@@ -100,7 +100,7 @@ class Sampler:
         return list(zip(values.tolist(), tokens.tolist(), strict=True))
 
     def logprobs(self, logits: torch.Tensor, row: int, token: int, count: int) -> dict[int, float]:
-        """log p of ``token`` and of the ``count`` likeliest tokens."""
+        """log p of ``token`` and of the ``count`` most likely tokens, by token."""
         logprobs = logits[row].float().log_softmax(dim=-1)
         values, tokens = logprobs.topk(min(count, len(logprobs)))
         likeliest = dict(zip(tokens.tolist(), values.tolist(), strict=True))
@@ -119,10 +119,10 @@ class Sampler:
             params: sampling parameters of each row.
             noise_seeds: ``noise_seed(...)`` for rows of seeded requests, else None.
 
-        Returns (num_rows,) int64; -1 for a row with a NaN or an infinite largest logit.
+        Returns (num_rows,) int64; -1 if a row has a NaN or its largest logit is infinite.
         """
         seeds = [self._shared.getrandbits(63) if s is None else s for s in noise_seeds]
-        # Clamped to the range of fp32 and of the noise.  1e-30 leaves only the largest logits.
+        # Clamped to the range of fp32 and of the noise.  At 1e-30 only the largest logits count.
         temperatures = [
             min(max(p.temperature, 1e-30), 1e29) if p.temperature else 0 for p in params
         ]
@@ -149,7 +149,7 @@ class Sampler:
 def _with_penalties(
     logits: torch.Tensor, params: list[SamplingParams], sequences: Sequence[ScheduledSequence]
 ) -> torch.Tensor:
-    """Apply penalties and exclude stop tokens within min_tokens; a new tensor if a row changes."""
+    """Apply penalties, and exclude stop tokens before min_tokens.  Does not mutate ``logits``."""
     changed = [
         row
         for row, p in enumerate(params)

@@ -1,4 +1,4 @@
-"""Streams of events from one engine: every caller gets the events of its own requests."""
+"""Several callers share one engine: each caller gets a stream of its own requests' events."""
 
 import re
 import threading
@@ -27,19 +27,19 @@ class NewRequest(NamedTuple):
 
 
 class OutputDecoder:
-    """The decoder of one output, see ``cache.serving.output_text``.  Its text is equal to
-    ``tokenizer.decode`` of the output's tokens.
+    """The decoder of one output, see ``cache.serving.output_text``.  The joined text is equal to
+    ``tokenizer.decode`` of all tokens.
 
-    Text is settled unless it ends in U+FFFD, which may be an incomplete character, or in a byte
-    token: in a run of them (``<0x0A> <0xE2>``) a later byte can make the whole run invalid.  Tokens
-    are decoded behind the tokens that settled last, as the first token of a text may lose its
-    blank.  After 64 tokens text is settled as it is, so that a token costs the same at any length.
+    Text is settled unless it ends in U+FFFD (possibly an incomplete character) or in a byte token:
+    a later byte can make a whole run of byte tokens (``<0x0A> <0xE2>``) invalid.  New tokens are
+    decoded together with the tokens that settled last, because the first token of a text may lose
+    its blank.  After 64 tokens any text is settled, so the cost of a token is bounded.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._tokenizer, self._skip_special_tokens = tokenizer, params.skip_special_tokens
         self._token_ids: list[int] = []
-        self._num_settled, self._length = 0, 0  # tokens, and characters of their text
+        self._num_settled, self._length = 0, 0  # settled tokens, and characters of their text
         self._pending = ""
 
     def __call__(self, token_ids: Sequence[int]) -> tuple[str, str]:
@@ -79,11 +79,11 @@ _MOST_OPEN = 64
 class Streams:
     """Steps an engine for callers that wait for events.  Thread-safe.
 
-    A step that raises cancels all requests and empties the cache, whose content is then unknown.
-    The caller that ran the step gets the exception.
+    After a step that raises, the content of the cache is unknown: all requests are cancelled and
+    the cache is emptied.  The caller that ran the step gets the exception.
 
     Args:
-        new_scheduler: makes the engine's scheduler after such a step.
+        new_scheduler: makes a new scheduler for the engine after a step that raised.
     """
 
     def __init__(self, engine: Any, new_scheduler: Callable[[], Scheduler]) -> None:
@@ -94,9 +94,9 @@ class Streams:
         self._abandoned: list[int] = []  # changes without the lock
 
     def open(self, requests: Iterable[NewRequest], *, texts: bool = False) -> Iterator[Event]:
-        """Add requests; returns an iterator over their events until all are finished.
+        """Add requests; returns an iterator over their events until all requests are finished.
 
-        texts: give tokens their texts, if there is a tokenizer.
+        texts: if there is a tokenizer, each TokenOutput has the text of its token.
 
         Closing or dropping the iterator cancels unfinished requests.
         """
@@ -115,12 +115,12 @@ class Streams:
         return events
 
     def abort(self, request_id: int) -> None:
-        """Cancel a request; its output comes next.  Raises KeyError if it is not being served."""
+        """Cancel a request; its stream then yields its output.  KeyError: it is not served."""
         with self._lock:
             self._deliver([self._engine.abort(request_id)])
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached K/V; False if a request is being served."""
+        """Forget all cached K/V.  Returns False, doing nothing, while a request is being served."""
         with self._lock:
             return self._engine.reset_prefix_cache()
 
@@ -137,7 +137,7 @@ class Streams:
             self._abandon(requests)
 
     def _next_events(self, request_ids: set[int]) -> list[Event]:
-        """New events of these requests, after another step if there are none."""
+        """New events of these requests.  If there are none yet, run a step first."""
         with self._lock:
             try:
                 if not self._outbox.keys() & request_ids:
@@ -176,8 +176,7 @@ class Streams:
     def _abandon(self, request_ids: Iterable[int]) -> None:
         """Cancel requests now, or after the current use of the engine.
 
-        The current use may be in this thread: garbage collection drops iterators at any time.
-        """
+        This thread itself may be using it: garbage collection drops iterators at any time."""
         self._abandoned.extend(request_ids)
         if self._lock.acquire(blocking=False):
             try:

@@ -7,11 +7,11 @@ _ALIGNMENT = 16  # bytes: the widest access of a kernel
 
 
 def upload(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
-    """Copy arrays to a device, all at once and without waiting.
+    """Copy arrays to a device in one transfer, without waiting for it.
 
-    Returns tensors of the arrays' shapes and dtypes.  On a CPU they are views of the arrays.  On a
-    GPU they are views of one new tensor: the arrays are packed into pinned memory, which PyTorch
-    caches and reuses when the copy is done.
+    Returns tensors of the arrays' shapes and dtypes.  On a CPU these are views of the arrays.  On a
+    GPU the arrays are packed into pinned memory and copied to one new tensor; the results are views
+    of this tensor.  PyTorch caches the pinned memory and reuses it after the copy.
     """
     tensors = [torch.from_numpy(array) for array in arrays]
     if device.type == "cpu":

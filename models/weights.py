@@ -1,4 +1,4 @@
-"""Weights of a decoder: read from safetensors, one shard at a time, or random."""
+"""Fills a decoder with weights from safetensors, one shard at a time, or with random weights."""
 
 import itertools
 import json
@@ -20,12 +20,12 @@ _KV_SCALE = re.compile(r"(.*\.self_attn)\.(?:attn\.|k_proj\.(?=k)|v_proj\.(?=v))
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _DTYPES = ("F64", "F32", "F16", "BF16")
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Fused matrices of some checkpoints (Phi-3), and their parts in order."""
-_DERIVED = ("rotary_emb.inv_freq",)  # buffers in old checkpoints, computed here
+"""Matrices that some checkpoints (Phi-3) fuse, and their parts in order."""
+_DERIVED = ("rotary_emb.inv_freq",)  # old checkpoints store this buffer; here it is computed
 
 
 class WeightsError(ValueError):
-    """A checkpoint with absent, damaged or mismatched weights."""
+    """Weights of a checkpoint are absent, damaged or mismatched."""
 
 
 def checkpoint_tensors(model: nn.Module) -> dict[str, CheckpointTensor]:
@@ -41,13 +41,13 @@ def checkpoint_tensors(model: nn.Module) -> dict[str, CheckpointTensor]:
 def load_weights(model: nn.Module, folder: str | Path) -> None:
     """Fill ``model`` from the safetensors in ``folder``, or from a GGUF; each rank reads its part.
 
-    One shard is open, and one tensor beside the model is in memory, at a time.  Tied embeddings may
-    have both names.  ``load_kv_scales`` reads the scales of an fp8 KV cache.
+    Only one shard is open at a time, and only one tensor is in memory beside the model.  Tied
+    embeddings may be stored under one name or both.  ``load_kv_scales`` reads the scales of an fp8
+    KV cache.
 
     Raises WeightsError, naming the file and the tensors, if there are no weights, a shard is absent
     or damaged, a tensor is missing, unexpected, quantised or of another shape, or tied embeddings
-    differ.  The model is then unusable.
-    """
+    differ.  The model is then unusable."""
     expected = checkpoint_tensors(model)
     tied_to = {}  # second names of tensors
     if _HEAD not in expected:
@@ -82,9 +82,9 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
 
 
 def load_kv_scales(model: nn.Module, folder: str | Path) -> None:
-    """Set the scales of an fp8 KV cache that the checkpoint has for attention layers.
+    """Set the attention layers' scales of an fp8 KV cache, where the checkpoint has such scales.
 
-    They are tensors of one element with the names that vLLM reads: k_scale and v_scale below
+    Scales are tensors of one element with the names that vLLM reads: k_scale and v_scale below
     <layer>.self_attn or self_attn.attn, or k_scale below k_proj and v_scale below v_proj.
 
     Raises WeightsError for a scale that is not a positive finite number or belongs to no layer.
@@ -110,12 +110,12 @@ def load_kv_scales(model: nn.Module, folder: str | Path) -> None:
 def randomize_weights(model: nn.Module, *, seed: int = 0, std: float = 0.02) -> None:
     """Fill ``model`` with normally distributed weights (norms 1, biases 0).
 
-    Each tensor depends only on the seed and its name, so ranks of any number hold parts of the same
-    weights.
+    A tensor depends only on the seed and its name, so the weights do not depend on the number of
+    ranks.
     """
     for name, tensor in checkpoint_tensors(model).items():
         if tensor.init == "normal":
-            # Hashed together: a CPU generator uses no more than 32 bits of its seed.
+            # Hash the seed and the name to 32 bits: a CPU generator uses no more bits of a seed.
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             whole = torch.empty(tensor.shape, dtype=torch.float32)
             whole.normal_(0.0, std, generator=generator)
@@ -150,8 +150,8 @@ def _weight_files(folder: Path) -> list[Path]:
 def _read(
     path: Path, expected: dict[str, CheckpointTensor]
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Name and this rank's part of every tensor in a file, fused tensors divided into their parts;
-    (name, None) for an unexpected one."""
+    """Yield the name and this rank's part of every tensor in a file.  Fused tensors are divided
+    into their parts.  For an unexpected tensor yield its name and None."""
     if is_gguf(path):
         yield from open_gguf(path).tensors(expected)
         return
@@ -184,7 +184,7 @@ def _read(
 
 
 def _parts(name: str) -> list[str]:
-    """Names of the tensors that a checkpoint's tensor holds: its own, unless it is fused."""
+    """Names of the parts of a tensor if the checkpoint fuses it, else the tensor's own name."""
     parent, _, kind = name.rpartition(".")
     prefix, _, module = parent.rpartition(".")
     parts = _FUSED.get(module)

@@ -1,7 +1,7 @@
 """Ranks 1 and up of a tensor-parallel model, as child processes of rank 0.
 
-Scheduling and sampling depend only on the requests, so each rank repeats the calls of rank 0 to its
-engine, in the same order.
+Rank 0 sends every call of its engine to the workers, and their engines repeat the calls in the same
+order.  This suffices because scheduling and sampling depend only on the requests.
 """
 
 import multiprocessing
@@ -26,9 +26,9 @@ from cache.serving.scheduler import Scheduler
 
 
 class Workers:
-    """Ranks 1 to size - 1.  They end with ``close``, this object or this process.
+    """Ranks 1 to size - 1.  They end with ``close``, or when this object or this process ends.
 
-    is_led: whether rank 0 has its engine.
+    is_led: whether rank 0 has made its LeadingEngine.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ def has_workers() -> bool:
 
 
 class LeadingEngine:
-    """The engine of rank 0, which repeats its calls on the workers."""
+    """The engine of rank 0.  It also makes each call on the engines of the workers."""
 
     def __init__(self, engine: Engine, workers: Workers) -> None:
         self._engine, self.workers = engine, workers
@@ -110,7 +110,7 @@ class LeadingEngine:
         return tokens, finished
 
     def restart(self, scheduler: Scheduler) -> list[Request]:
-        """End the workers, which are out of step, and restart the engine.  Later steps raise."""
+        """End the workers, whose state may now differ.  Restart the engine; later steps raise."""
         self.workers.kill()
         return self._engine.restart(scheduler)
 
@@ -118,12 +118,11 @@ class LeadingEngine:
 def start_workers(size: int, device: torch.device, make_engine: Callable[[], Engine]) -> Workers:
     """Start ranks 1 to size - 1 and join them as rank 0.
 
-    make_engine: makes the engine of a worker, in the worker; picklable.  The workers import the
-    main module, so a script needs ``if __name__ == "__main__":``.
+    make_engine: picklable function that each worker calls to make its engine.  The workers import
+    the main module, so a script needs ``if __name__ == "__main__":``.
 
-    Raises ValueError if this process already has workers or there are fewer GPUs than ranks,
-    RuntimeError if a worker does not start.
-    """
+    Raises ValueError if this process already has workers or there are fewer GPUs than ranks.
+    Raises RuntimeError if a worker does not start."""
     if device.type == "cuda" and size > torch.cuda.device_count():
         raise ValueError(
             f"tensor_parallel_size={size}: needs a GPU for each rank; there are "
@@ -135,7 +134,7 @@ def start_workers(size: int, device: torch.device, make_engine: Callable[[], Eng
                 f"tensor_parallel_size={size}: this process leads the ranks of another LLM; drop "
                 "that one first"
             )
-        workers.kill()  # of an LLM that failed to start; a traceback may keep them
+        workers.kill()  # of an LLM that failed to start; a traceback may keep the object alive
     context = multiprocessing.get_context("spawn")
     with tempfile.NamedTemporaryFile(prefix="pagelab-ranks-", delete=False) as file:
         store = Path(file.name)  # a TCP store would listen on all addresses
@@ -185,7 +184,7 @@ def _work(
 ) -> None:  # fmt: skip
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C
     if device_type == "cuda":
-        torch.cuda.set_device(rank)  # fails here, not after rank 0 waits for this rank
+        torch.cuda.set_device(rank)  # if this fails, rank 0 is not yet waiting for this rank
     connection.send("ready")
     _join(rank, size, device_type, store)
     try:
@@ -202,7 +201,7 @@ def _serve(engine: Engine, connection: Connection) -> None:
         except EOFError:
             return
         finished: list[Request] = []
-        if method == "fail":  # rank 0 computes in the next step what failed here alone
+        if method == "fail":  # requests that failed on rank 0; here they may not have failed
             failed -= set(*arguments)
             finished = [engine.abort(one) for one in arguments[0] if one in engine.requests]
         elif failed:
