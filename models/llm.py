@@ -77,7 +77,7 @@ class LLMOptions:
             max_num_seqs sequences of max_model_len need.
         num_host_blocks: number of blocks in host memory for preemption="swap".  Default:
             num_blocks, limited to min(4 GiB, 25 % of available memory).
-        max_model_len: longest sequence, prompt included.  Default: as long as model and cache allow.
+        max_model_len: longest sequence, prompt included.  Default: as model and cache allow.
         max_num_seqs, max_num_batched_tokens: maximum number of sequences and tokens of a step.
         enable_prefix_caching: share the K/V of equal prefixes.
         enable_chunked_prefill: compute prompts longer than max_num_batched_tokens in chunks.
