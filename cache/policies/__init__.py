@@ -1,4 +1,4 @@
-"""Eviction policies.  To add one: a class in a file of its own and a line in ``_BUILT_IN``."""
+"""Eviction policies.  A new policy is a class in its own file, and an entry in ``_BUILT_IN``."""
 
 import hashlib
 import importlib.util
@@ -55,9 +55,9 @@ POLICIES: dict[str, type[EvictionPolicy]] = {policy.name: policy for policy in _
 def make_policy(name: str, **options) -> EvictionPolicy:
     """Make a policy from its name, or from ``"path/to/file.py:ClassName"``.
 
-    ``options`` go to the class.  Raises ValueError, naming the policy, for an unknown name or
-    option (listing the choices), an option that is missing, a file that cannot be imported, a class
-    that is not an ``EvictionPolicy`` and a constructor that raises.
+    ``options`` are the arguments of the class.  Raises ValueError that names the policy for an
+    unknown name or option, a missing option, a file that cannot be imported, a class that is not an
+    ``EvictionPolicy``, and a constructor that raises.  An unknown name lists the choices.
     """
     policy_class = _load_class(name) if ".py:" in name else POLICIES.get(name)
     if policy_class is None:
@@ -81,9 +81,9 @@ def make_policy(name: str, **options) -> EvictionPolicy:
 
 
 def as_policy(policy: str | EvictionPolicy, **options) -> EvictionPolicy:
-    """``make_policy(policy, **options)``, or ``policy`` itself if it is a policy, without options.
+    """Return ``make_policy(policy, **options)`` for a name, or a policy object itself.
 
-    Raises ValueError for anything else.
+    Raises ValueError for anything else, and for options together with a policy object.
     """
     if isinstance(policy, str):
         return make_policy(policy, **options)
@@ -101,8 +101,8 @@ def _load_class(spec: str) -> type[EvictionPolicy]:
     file = Path(path).resolve()
     if not file.is_file():
         raise ValueError(f"policy={spec!r}: there is no file {path}")
-    # Registered under a name of its own, so that its classes can be pickled and found again, and an
-    # unchanged file gives the class that is compiled already.
+    # The module name is unique to the file and its content.  So classes can be pickled, and loading
+    # an unchanged file again gives the class that is already compiled.
     digest = hashlib.sha256(str(file).encode() + file.read_bytes()).hexdigest()[:16]
     module_name = f"user_policy_{file.stem}_{digest}"
     module = sys.modules.get(module_name)

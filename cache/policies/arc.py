@@ -8,9 +8,9 @@ from cache.policies.queues import GhostList, Queue, QueuePolicy
 class ARC(QueuePolicy):
     """ARC (Megiddo and Modha, FAST 2003).
 
-    T1 holds blocks seen once, T2 blocks seen again, both LRU; B1 and B2 remember the keys that
-    they lost.  A miss that B1 remembers raises the target length ``p`` of T1, one that B2
-    remembers lowers it.
+    T1 holds blocks used once, T2 blocks used again; both are in LRU order.  B1 and B2 hold the keys
+    of blocks evicted from T1 and T2.  A miss on a key in B1 raises ``p``, the target length of T1;
+    a miss on a key in B2 lowers ``p``.
     """
 
     name = "arc"

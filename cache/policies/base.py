@@ -3,20 +3,20 @@
 The owner of the blocks (a block pool or the trace replay) notifies the policy:
 
     tell(request)           the calls that follow are about this request
-    miss(key)               this content is not in the cache; room is made for it next
+    miss(key)               this content is not in the cache; evictions for it may follow
     insert(block)           the block begins to hold new content; it is in use
-    release(block)          its last user has left: it was accessed just now and may be evicted
+    release(block)          no request uses it any longer; counts as an access; it may be evicted
     pin(block)              a hit: it is in use again and must not be evicted
     evict() -> block        give up the least valuable released block
 
 A block is *in use* between ``insert`` or ``pin`` and the next ``release``.  Blocks that leave
 together are released tail first (the deepest block of the prompt, then its parents), so a policy
-that breaks ties by the order of release gives up a prompt from its end, as vLLM v1 does.
+that breaks ties by the order of release evicts a prompt from its end, as vLLM v1 does.
 
 A new policy subclasses :class:`cache.policies.priority.PriorityPolicy` if one number per block
-ranks the blocks, :class:`cache.policies.classes.ClassPolicy` if their class and age do (the replay
-compiles both), :class:`cache.policies.queues.QueuePolicy` if it keeps blocks in queues, and this
-class otherwise.
+ranks the blocks, and :class:`cache.policies.classes.ClassPolicy` if class and age rank them.  The
+replay compiles both.  A policy that keeps blocks in queues subclasses
+:class:`cache.policies.queues.QueuePolicy`, any other policy this class.
 """
 
 import abc
@@ -32,16 +32,16 @@ class RequestInfo(NamedTuple):
     """Facts about a request.  NaN: not known (yet)."""
 
     time_ms: float
-    """In a replay the arrival time, in an engine the time of the call.  The origin is arbitrary."""
+    """Arrival time in a replay, time of the call in an engine.  The origin is arbitrary."""
     prompt_tokens: float
     output_tokens: float
-    """Generated tokens; known from the release of its blocks on."""
+    """Generated tokens; NaN until the blocks of the request are released."""
     prompt_blocks: float
-    """Blocks of its prompt; a partly filled last one counts where a trace numbers it."""
+    """Blocks of the prompt; a partly filled last block counts if the trace gives it an id."""
     calls_tool: float = math.nan
-    """1 if its output ends in the call of a tool, 0 if not; known from the release on."""
+    """1 if the output ends in a tool call, 0 if not; NaN until the blocks are released."""
     ends_session: float = math.nan
-    """1 if no request of its session follows, 0 if one does; known from the release on."""
+    """1 for the last request of a session, 0 for others; NaN until the blocks are released."""
 
 
 UNKNOWN_REQUEST = RequestInfo(math.nan, math.nan, math.nan, math.nan)
@@ -51,7 +51,7 @@ class EvictionPolicy(abc.ABC):
     """Chooses which unused block to give up.  One object serves one pool at a time."""
 
     name: str = ""
-    """Registry name, as in ``make_policy(name)``; a class without one has its class name."""
+    """Registry name, as in ``make_policy(name)``.  The default is the name of the class."""
 
     needs_future: bool = False
     """True for offline policies: ``start`` must be given ``next_use``."""
@@ -60,8 +60,8 @@ class EvictionPolicy(abc.ABC):
     """The optional methods that a class defines.  Only these need to be called."""
 
     compilable: bool = False
-    """Whether ``cache.simulate`` may compile it: a class of this package, or one that is derived
-    from it without overriding a method.  Set False to run in Python."""
+    """Whether ``cache.simulate`` may compile the policy.  True for a class of this package and for
+    a subclass that overrides only ``_COMPILED_WITH_A_POLICY``.  Set False to run in Python."""
 
     def __init_subclass__(cls, **options) -> None:
         super().__init_subclass__(**options)
@@ -79,46 +79,46 @@ class EvictionPolicy(abc.ABC):
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
         """Forget everything and prepare for a pool of ``capacity`` blocks.
 
-        ``next_use(block)`` returns when the content of a block that is being released is used
-        next (any increasing measure of time, ``math.inf`` for never).  Only offline policies
-        need it, and they raise ValueError without it.
+        ``next_use(block)`` is called for a block that is being released.  It returns when the
+        content is used next, in any increasing measure of time; ``math.inf`` for never.  Offline
+        policies raise ValueError without it.
         """
         self._capacity = capacity
 
     def tell(self, request: RequestInfo) -> None:  # noqa: B027
         """The next calls are about ``request``.
 
-        Called before the first miss or eviction for a request, and again before the release of its
-        blocks.  An engine does not call it again for blocks that a running request takes.
+        Called before the first miss or eviction for a request, and again before its blocks are
+        released.  An engine does not call it for blocks that a request allocates while decoding.
         """
 
     def look_up(self, keys: Sequence[Hashable]) -> None:  # noqa: B027
         """A request asks for the contents ``keys``, from the head of its prompt.
 
-        They exclude a last block that is computed in any case.  Optional; called before the
-        request pins, misses or evicts anything.  ``radix`` does not call it.
+        ``keys`` exclude a last block that must be computed in any case.  Called before the request
+        pins, misses or evicts anything.  Optional.  ``radix`` does not call it.
         """
 
     def on_queued(self, position: tuple[int, ...], keys: Sequence[Hashable]) -> None:  # noqa: B027
         """The request at ``position`` of the waiting queue will ask for ``keys``.
 
-        Empty ``keys`` mean that it left the queue.  Optional; positions compare in the order of the
-        queue.  A scheduler on ``nano_vllm`` or ``vllm_v1`` calls it, ``cache.simulate`` does not.
+        Empty ``keys`` mean that the request left the queue.  The smallest ``position`` is served
+        first.  Optional: only schedulers with ``nano_vllm`` or ``vllm_v1`` call it.
         """
 
     def miss(self, key: Hashable) -> None:  # noqa: B027
         """The content ``key`` was looked up and is absent; evictions and its insert may follow.
 
-        Called before the evictions that make room for it, so that a policy that remembers
-        evicted keys (2Q, ARC, S3-FIFO, MQ) can let the victim depend on the newcomer.
+        Called before the evictions that make room for the content, so that policies that remember
+        evicted keys (2Q, ARC, S3-FIFO, MQ) can choose the victim by the new content.
         """
 
     def insert(self, block: int, key: Hashable, parent: Hashable | None, depth: int) -> None:  # noqa: B027
         """``block`` begins to hold new content and is in use.
 
-        ``key`` identifies the content (a policy may remember it after the eviction, as ARC's
-        ghost lists do), ``parent`` is the key of the block before it in the prompt (None for the
-        first block) and ``depth`` its position there, counted in blocks from 0.
+        ``key`` identifies the content; a policy may remember it after the eviction, as ARC's ghost
+        lists do.  ``parent``: key of the previous block in the prompt, None for the first block.
+        ``depth``: position of the block in the prompt, counted in blocks from 0.
         """
 
     @abc.abstractmethod
@@ -127,14 +127,14 @@ class EvictionPolicy(abc.ABC):
 
     @abc.abstractmethod
     def release(self, block: int) -> None:
-        """``block`` has no user left.  Counts as an access; from now on it may be evicted."""
+        """No request uses ``block`` any longer.  Counts as an access; it may be evicted now."""
 
     @abc.abstractmethod
     def evict(self) -> int:
         """Remove and return the block to give up.  Raises IndexError if none is released."""
 
     def remove(self, block: int) -> None:
-        """Evict ``block``, a released one that the caller chose.  ``Safeguarded`` needs it."""
+        """Evict the released ``block`` that the caller chose.  ``Safeguarded`` calls it."""
         raise NotImplementedError(f"policy {self.name!r} does not define remove(block)")
 
     @abc.abstractmethod
@@ -158,7 +158,7 @@ class EvictionPolicy(abc.ABC):
             self.release(block)
 
     def evict_many(self, count: int) -> list[int]:
-        """``evict`` ``count`` times; IndexError, nothing evicted, if too few are released."""
+        """``evict`` ``count`` times; IndexError and no eviction if too few blocks are released."""
         if count > len(self):
             raise IndexError(f"evict_many: count={count}, but {len(self)} blocks are released")
         return [self.evict() for _ in range(count)]
@@ -188,9 +188,9 @@ def check_victims(
     is_released: Callable[[int], bool],
     count: int = 1,
 ) -> None:
-    """Raise RuntimeError, naming ``policy``, unless it gave up ``count`` different released blocks.
+    """Raise RuntimeError that names ``policy`` unless ``victims`` are ``count`` released blocks.
 
-    The policies of this package are trusted and not checked, for speed.
+    Victims must differ.  For speed, policies of this package are not checked.
     """
     if type(policy).__module__.startswith("cache."):
         return

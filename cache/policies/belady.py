@@ -6,8 +6,8 @@ from cache.policies.priority import BlockHistory, PriorityPolicy
 class Belady(PriorityPolicy):
     """Evicts the block whose next use is farthest in the future (Belady, 1966: MIN).
 
-    It needs the whole trace in advance, and is the upper bound of all policies.  Of two blocks
-    that the same future request needs, the deeper block was released first and is evicted first.
+    The policy needs the whole trace in advance, and its hit rate is the upper bound of all
+    policies.  If the same request uses two blocks next, the deeper block is evicted first.
     """
 
     name = "belady"

@@ -1,4 +1,4 @@
-"""Policies that learn what blocks of a class are worth at each age."""
+"""Policies that learn the worth of each class of blocks at each age."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     import numpy as np
 
 NUM_BINS = 32
-"""Age bin 0 is below 1 ms.  Bin b > 0 begins at 2 ** (b - 1) ms, the last after 12 days."""
+"""Age bin 0 is below 1 ms.  Bin b > 0 begins at 2 ** (b - 1) ms.  The last begins at 12 days."""
 BIN_BEGINS = (0.0, *(2.0**bin_ for bin_ in range(NUM_BINS - 1)))
 BIN_WIDTHS = (1.0, *BIN_BEGINS[1:])
 LEARN_FIRST = 512
-"""Releases of blocks before the first ``learn``, and the minimum between two calls."""
+"""Number of block releases before the first ``learn``, and the minimum between two calls."""
 
 
 def bits(number: float) -> int:
-    """Binary digits before the point; 0 for numbers below 1 and NaN."""
+    """Number of binary digits of the integer part; 0 for numbers below 1 and for NaN."""
     return math.frexp(number)[1] if number >= 1.0 else 0
 
 
@@ -34,7 +34,7 @@ def age_bin(age_ms: float) -> int:
 
 
 def worth_at(worths: np.ndarray, age_ms: float) -> float:
-    """Interpolate a row of ``worths``, which are those at the beginning of each age bin."""
+    """Interpolate ``worths``: the worth of one class at the beginning of each age bin."""
     bin_ = age_bin(age_ms)
     part = min((age_ms - BIN_BEGINS[bin_]) / BIN_WIDTHS[bin_], 1.0)
     return worths[bin_] + part * (worths[bin_ + 1] - worths[bin_])
@@ -48,28 +48,28 @@ class _Block:
     uses: int = 0
     class_: int = 0
     released_ms: float = 0.0
-    number: int = 0  # blocks released before it
-    weight: float = 0.0  # in the statistics
+    number: int = 0  # number of blocks released before this block
+    weight: float = 0.0  # its weight in the statistics
 
 
 class ClassPolicy(EvictionPolicy):
-    """Evicts the block with the smallest worth of its class at its age; ties: the oldest block.
+    """Evicts the block whose class is worth least at its age; ties: the oldest block.
 
     A subclass defines ``num_classes`` and two static methods.  ``classify`` gives a block its class
     when it is released.  ``learn`` computes the worth of each class at each age from the ages at
-    which its blocks returned.  Blocks that are released together mostly return together, so each of
-    n counts 1 / sqrt(n).  An eviction compares the oldest block of each class.
+    which blocks of the class returned.  Blocks released together mostly return together, so each of
+    n such blocks has weight 1 / sqrt(n).  An eviction compares the oldest block of each class.
 
     ``learn`` is called after 512 releases of blocks, then whenever the number of releases has grown
-    by 25 %.  Before the first call all worths are 0, which is LRU.  Ages are in milliseconds; where
-    times are unknown each release takes a second.  ``cache.simulate`` compiles both methods if
-    numba can.
+    by 25 %.  Before the first call all worths are 0, so the policy is LRU.  Ages are in
+    milliseconds; if times are unknown, each release counts as one second.  ``cache.simulate``
+    compiles both methods if numba can.
     """
 
     num_classes: int
 
     ghost_ratio: float = 16.0
-    """Number of evicted contents that are remembered, in multiples of the capacity."""
+    """Number of evicted contents that are remembered, as a multiple of the capacity."""
 
     def __init_subclass__(cls, **options) -> None:
         super().__init_subclass__(**options)
@@ -80,11 +80,11 @@ class ClassPolicy(EvictionPolicy):
     @staticmethod
     @abc.abstractmethod
     def classify(uses: int, is_end: bool, idle_ms: float, request: RequestInfo) -> int:
-        """The class, from 0, of a block that ``request`` releases.
+        """Return the class, counted from 0, of a block that ``request`` releases.
 
-        ``uses`` counts its releases, this one included.  ``is_end``: it is the deepest block of the
-        request.  ``idle_ms``: time since the latest release, before this one, of the deepest
-        remembered block of the request; NaN if none is.
+        ``uses``: number of releases of the block, this one included.  ``is_end``: whether the block
+        is the deepest of the request.  ``idle_ms``: time since the previous release of the
+        request's deepest remembered block; NaN if no block is remembered.
         """
 
     @staticmethod
@@ -92,11 +92,11 @@ class ClassPolicy(EvictionPolicy):
     def learn(returned: np.ndarray, gone: np.ndarray, worths: np.ndarray) -> None:
         """Write the worth of a block to ``worths``, ``(num_classes, NUM_BINS + 1)``.
 
-        Column b is for the beginning of age bin b; in between the worth is interpolated.
-        ``returned``, ``(num_classes, NUM_BINS)``, holds the weights of blocks that returned, by
-        their age then, and ``gone``, ``(num_classes,)``, the weights of blocks that were evicted
-        and did not return.  All are float64; only ``worths`` may be written to.  Worths must be
-        finite.  Compiled code does not check indices.
+        Column b is the worth at the beginning of age bin b; between two beginnings the worth is
+        interpolated.  ``returned``, ``(num_classes, NUM_BINS)``, is the total weight of blocks that
+        returned, by age bin at their return.  ``gone``, ``(num_classes,)``, is the total weight of
+        blocks that were evicted and did not return.  All are float64; write to ``worths`` only.
+        Worths must be finite.  Compiled code does not check indices.
         """
 
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
@@ -111,7 +111,7 @@ class ClassPolicy(EvictionPolicy):
         self._gone = np.zeros(self.num_classes)
         self._worths = np.zeros((self.num_classes, NUM_BINS + 1))
         self._num_releases, self._learn_at = 0, LEARN_FIRST
-        # The class of the last victim, or -1 if more has changed since, and its release.
+        # Class and release of the last victim; class -1 if anything but evictions happened since.
         self._class, self._number, self._released_ms = -1, 0, 0.0
         self._request = UNKNOWN_REQUEST
         self._now = 0.0
@@ -149,7 +149,7 @@ class ClassPolicy(EvictionPolicy):
         self._access(blocks)
 
     def _access(self, blocks: Sequence[int]) -> None:
-        """Give released blocks their classes.  Compiled as it is."""
+        """Classify released blocks.  The replay compiles this method unchanged."""
         if math.isnan(self._request.time_ms):
             self._now += 1000.0
         if self._num_releases >= self._learn_at:
@@ -199,7 +199,7 @@ class ClassPolicy(EvictionPolicy):
         return block
 
     def _choose(self) -> int:
-        """The oldest block of the class worth least.  Compiled as it is, as is ``remove``."""
+        """The block to evict.  The replay compiles this method and ``remove`` unchanged."""
         if self._class >= 0:  # a block released right after the last victim is worth as much
             block = self._oldest(self._class)
             if block >= 0:
@@ -219,7 +219,7 @@ class ClassPolicy(EvictionPolicy):
         return least
 
     def _candidates(self) -> Iterable[int]:
-        """Classes with released blocks, in order; the replay tries all of them."""
+        """Classes with released blocks, in order; compiled code tries all classes instead."""
         return [class_ for class_, blocks in enumerate(self._classes) if blocks]
 
     def _oldest(self, class_: int) -> int:

@@ -4,7 +4,7 @@ from cache.policies.priority import BlockHistory, PriorityPolicy
 
 
 class FIFO(PriorityPolicy):
-    """Evicts the block whose content came in first, however often it was used since."""
+    """Evicts the block whose content was inserted first, even if it was used often since."""
 
     name = "fifo"
 

@@ -4,9 +4,9 @@ from cache.policies.priority import BlockHistory, PriorityPolicy
 
 
 class FILO(PriorityPolicy):
-    """Evicts the block whose content came in last: ``filo`` of SGLang's radix cache.
+    """Evicts the block whose content was inserted last (``filo`` of SGLang's radix cache).
 
-    Early content stays for good, such as an agent's system prompts.
+    The first content that fills the cache, such as system prompts, stays forever.
     """
 
     name = "filo"

@@ -8,9 +8,9 @@ from cache.policies.priority import BlockHistory, PriorityPolicy
 class FrequencyCost(PriorityPolicy):
     """Evicts the block with the fewest hits per second since its first hit (vLLM, request 27539).
 
-    The value is frozen when the block is released; a block without a hit has none.  The proposal
-    multiplies it with the cost of a block, which is the same for all blocks, and counts less than a
-    second as one.  Where time is unknown a request takes a second.
+    The value is computed at each release; without hits it is 0.  The proposal multiplies it by the
+    cost of a block, which is the same for all blocks here.  Times below one second count as one
+    second.  If times are unknown, each request counts as one second.
     """
 
     name = "frequency_cost"

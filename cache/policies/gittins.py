@@ -12,22 +12,22 @@ if TYPE_CHECKING:
     import numpy as np
 
 _SHAPE = 8, 5, 4
-"""Classes by uses (0: the end of a prompt, used once), by output length and by idle time."""
+"""Number of classes by uses (0: end of a prompt, used once), output length and idle time."""
 _GROUP = _SHAPE[1] * _SHAPE[2]
-"""Classes of blocks with the same uses."""
+"""Number of classes with the same uses."""
 _SHRINKAGE = 10.0
-"""At this weight of evidence a class counts as much as its group, and a group as much as 0."""
+"""Weight of evidence at which a class counts as much as its group, and a group as much as 0."""
 
 
 class Gittins(ClassPolicy):
-    """Evicts the block with the fewest expected hits per block and time (PageLab).
+    """Evicts the block with the fewest expected hits per unit of time in the cache (PageLab).
 
-    The class of a block: log2 of its uses, log4 of the output length of the request that released
-    it, and log4 of the time since the deepest block of the prompt that was known had been used
-    before.  The end of a prompt that was used once is in a class of its own.  The worth of a block
-    is the Gittins index of its class at its age.
+    The class of a block combines three numbers: log2 of its uses, log4 of the output length of the
+    request that released it, and log4 of that request's idle time (see ``ClassPolicy.classify``).
+    Ends of prompts that were used once have classes of their own.  The worth of a block is the
+    Gittins index of its class at its age.
 
-    It can fall below LRU: see ``safeguarded``.
+    The hit rate can fall below LRU's; ``safeguarded`` bounds that.
     """
 
     name = "gittins"
@@ -45,11 +45,11 @@ class Gittins(ClassPolicy):
         """Write Gittins indices (1979) to ``worths``.
 
         The hazard of a class in an age bin is returned / reached (Kaplan and Meier, 1958).  With
-        little evidence it is shrunk to the hazard of all classes with the same uses, which is
-        shrunk to 0.  With S(a) the share still out at age a, the index is the maximum over T > a
-        of (S(a) - S(T)) / integral of S from a to T: the hits per block and time if a block of age
-        a is kept until T at most.  The index of a class is at least the index of the classes with
-        fewer uses, so the end of a prompt is evicted first.
+        little evidence it is shrunk towards the hazard of all classes with the same uses, and that
+        hazard towards 0.  S(a) is the share of blocks that did not return before age a.  The index
+        is the maximum over T > a of (S(a) - S(T)) / (integral of S from a to T): hits per unit of
+        time if a block of age a is kept until it returns, but at most until age T.  More uses never
+        lower the index; this bound begins with blocks used twice.
         """
         hazards = 0.0 * returned
         for begin in range(0, len(gone), _GROUP):
@@ -75,5 +75,5 @@ class Gittins(ClassPolicy):
                     if 1.0 - out > index * space:
                         index = (1.0 - out) / space
                     elif index * space >= 1.0:
-                        break  # no later one is larger
+                        break  # no later T gives a larger index
                 worths[class_, age] = index

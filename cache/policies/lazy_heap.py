@@ -9,19 +9,19 @@ Item = TypeVar("Item", bound=Hashable)
 
 
 class LazyHeap(Generic[Item]):
-    """Hashable items by rising priority; ties by order of arrival.
+    """Hashable items, smallest priority first; ties: first pushed first.
 
-    A priority is one number or several, compared in order.  A removed item leaves a stale entry in
-    the heap.  It is dropped at the top, or when most entries are stale: O(log n) amortised.
+    A priority is one number or several, compared in order.  Removed items leave stale entries,
+    which are dropped at the top or when most entries are stale: O(log n) amortised.
     """
 
     def __init__(self) -> None:
         self._heap: list[tuple] = []  # (*priority, ticket, item)
-        self._tickets: dict[Item, int] = {}  # of the entries that count
+        self._tickets: dict[Item, int] = {}  # of the valid entry of each item
         self._num_tickets = 0
 
     def push(self, item: Item, *priority: float) -> None:
-        """Enter ``item``.  Raises ValueError if it is here already."""
+        """Add ``item``.  Raises ValueError if it is in the heap already."""
         if item in self._tickets:
             raise ValueError(f"push: {item!r} is here already")
         ticket = self._num_tickets = self._num_tickets + 1
@@ -32,17 +32,17 @@ class LazyHeap(Generic[Item]):
             heapq.heapify(self._heap)
 
     def remove(self, item: Item) -> None:
-        """Take ``item`` out, wherever it is.  Raises KeyError if it is not here."""
+        """Remove ``item``.  Raises KeyError if it is not in the heap."""
         del self._tickets[item]
 
     def discard(self, item: Item) -> None:
-        """``remove``, if it is here."""
+        """Remove ``item`` if it is in the heap."""
         self._tickets.pop(item, None)
 
     def pop(self) -> tuple[float, Item]:
-        """Remove the first item; returns the first number of its priority, and the item.
+        """Remove the first item.  Returns the first number of its priority, and the item.
 
-        Raises IndexError if there is none.
+        Raises IndexError if the heap is empty.
         """
         first = self.first()
         heapq.heappop(self._heap)
@@ -58,7 +58,7 @@ class LazyHeap(Generic[Item]):
             heapq.heappop(self._heap)
 
     def least(self) -> float:
-        """The first number of the first item's priority; infinity without any item."""
+        """The first number of the first item's priority; infinity if the heap is empty."""
         return self.first()[0] if self._tickets else math.inf
 
     def __contains__(self, item: Item) -> bool:
@@ -72,6 +72,6 @@ class LazyHeap(Generic[Item]):
         return (entry[-1] for entry in sorted(self._counting()))
 
     def _counting(self) -> list[tuple]:
-        """The entries of items that are still here."""
+        """The entries that are not stale."""
         tickets = self._tickets
         return [entry for entry in self._heap if tickets.get(entry[-1]) == entry[-2]]

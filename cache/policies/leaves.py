@@ -1,4 +1,4 @@
-"""Policies that evict leaves only, as radix trees do: never a block with resident children."""
+"""Policies that evict only leaves, like radix trees: blocks without resident children."""
 
 import abc
 import math
@@ -15,33 +15,33 @@ class Node:
 
     key: Hashable
     parent: int
-    """The resident block that it continues; -1 if there is none."""
+    """The previous block of the prompt, if it is resident; otherwise -1."""
     depth: int
     children: dict[int, None] = field(default_factory=dict)
     """Resident blocks that continue it."""
     released: bool = False
     value: float = -1.0
-    """A number of a subclass, not negative; -1 until it is set."""
+    """A number for the subclass, not negative; -1 until it is set."""
     time: float = 0.0
-    """A second number of a subclass."""
+    """A second number for the subclass."""
 
 
 class LeafPolicy(EvictionPolicy):
-    """Evicts released blocks without resident children, the first of ``_leaves`` first.
+    """Evicts leaves (released blocks without resident children) in the order of ``_leaves``.
 
-    A subclass may keep the leaves in another order.  If every released block has a child (the
-    owner released a prompt from its head), the block released first is evicted.
+    A subclass may choose another order of the leaves.  If every released block has a child (because
+    the owner released a prompt head first), the block released first is evicted.
 
-    The replay compiles the methods of built-in subclasses as they are, except for a few that
-    ``cache.replay.compiled_leaves`` replaces.  They use numbers, lists of numbers, nodes, and the
-    containers of ``cache.replay.containers``.
+    The replay compiles the methods of built-in subclasses, except methods that
+    ``cache.replay.compiled_leaves`` replaces.  They may use only numbers, lists of numbers, nodes,
+    and the containers of ``cache.replay.containers``.
     """
 
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
         super().start(capacity)
         self._request = UNKNOWN_REQUEST
         self._now = 0.0
-        """Time of the latest request, ms; if unknown, each release counts as a second."""
+        """Time of the latest request in ms; if unknown, each release counts as one second."""
         self._nodes: dict[int, Node] = {}
         self._with_key: dict[Hashable, int] = {}
         self._released: dict[int, None] = {}
@@ -133,33 +133,33 @@ class LeafPolicy(EvictionPolicy):
 
     @abc.abstractmethod
     def _reset(self) -> None:
-        """Begin without any block."""
+        """Make the state of the subclass for an empty pool."""
 
     @abc.abstractmethod
     def _access(self, blocks: Sequence[int]) -> None:
-        """The blocks of a request were used just now; the deepest first.  They are not leaves."""
+        """Record the use of a request's blocks, deepest first.  They are not leaves yet."""
 
     @abc.abstractmethod
     def _offer(self, block: int) -> None:
-        """A block has become a released leaf."""
+        """Add ``block``, which became a released leaf."""
 
     def _withdraw(self, block: int) -> None:
-        """A block is no longer a released leaf."""
+        """Remove ``block``, which is no longer a released leaf."""
         self._leaves.remove(block)
 
     def _take(self) -> int:
-        """Remove and return the leaf to give up; -1 without any."""
+        """Remove and return the leaf to evict; -1 if there is no leaf."""
         return self._first_leaf()
 
     def _first_leaf(self) -> int:
-        """Remove and return the first of ``_leaves``; -1 without any."""
+        """Remove and return the first of ``_leaves``; -1 if it is empty."""
         return self._leaves.pop()[1] if self._leaves else -1
 
     def _inserted(self, block: int) -> None:
-        """A block has come in."""
+        """Called after ``block`` was inserted."""
 
     def _pinned(self, block: int) -> None:
-        """A released block is in use again."""
+        """Called after ``block`` was pinned."""
 
     def _gone(self, block: int) -> None:
-        """A block is about to be forgotten."""
+        """Called before the node of ``block`` is deleted."""

@@ -4,9 +4,9 @@ from cache.policies.priority import BlockHistory, PriorityPolicy
 
 
 class LFU(PriorityPolicy):
-    """Evicts the block with the fewest accesses since its content came in; ties: oldest access.
+    """Evicts the block with the fewest accesses since its insertion; ties: the oldest access.
 
-    Counts start at one and end with the eviction (in-cache LFU, without aging).
+    The count of a block starts at one and is forgotten at the eviction (in-cache LFU, no aging).
     """
 
     name = "lfu"

@@ -7,11 +7,10 @@ from cache.policies.priority import BlockHistory, PriorityPolicy
 
 
 class LRUK(PriorityPolicy):
-    """LRU-K (O'Neil, O'Neil and Weikum, SIGMOD 1993): evicts the oldest ``k``-th last access.
+    """Evicts the block whose ``k``-th last access is oldest (O'Neil et al., SIGMOD 1993).
 
-    Blocks with fewer than ``k`` accesses since their content came in go first, in the order in
-    which they came in.  Nothing is remembered of evicted content (no retained information
-    period).
+    Blocks with fewer than ``k`` accesses since their content was inserted are evicted first, in the
+    order of insertion.  Accesses of evicted content are forgotten (no retained information period).
     """
 
     name = "lru_k"

@@ -7,15 +7,15 @@ from cache.policies.leaves import LeafPolicy
 
 
 class Marconi(LeafPolicy):
-    """Evicts the leaf of least recency + ``alpha`` * FLOP efficiency (Pan et al., MLSys 2025).
+    """Evicts the leaf with least recency + ``alpha`` * FLOP efficiency (Pan et al., MLSys 2025).
 
-    Both are normalised to [0, 1] over the cached blocks: recency from the oldest to the newest
-    access, and FLOPs saved per byte.  With attention alone the efficiency grows with the depth of a
-    block in its prompt, so deep blocks stay longer than under LRU.  ``alpha`` = 0 is LRU.
+    Both are normalised to [0, 1] over the cached blocks.  The efficiency, FLOPs saved per byte,
+    grows with a block's depth for attention layers, so deep blocks stay longer than under LRU.
+    ``alpha`` = 0 is LRU.
 
     The publication serves models with recurrent layers, admits only some of their states, and fits
     ``alpha`` to the first part of the traffic.  Here every block is admitted and ``alpha`` is
-    fixed.  Normalising at each eviction takes a pass over the cache.  Here a block gets its score
+    fixed.  Normalising at each eviction would take a pass over the cache.  So a block is scored
     when it becomes a leaf, relative to the deepest block so far and the last access of the latest
     victim.
     """

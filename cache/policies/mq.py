@@ -9,10 +9,9 @@ from cache.policies.queues import GhostList, Queue, QueuePolicy
 class MQ(QueuePolicy):
     """MQ (Zhou, Philbin and Li, USENIX ATC 2001), for caches below another cache.
 
-    A block with f accesses lives in LRU queue floor(log2 f), at most ``num_queues`` - 1.  A block
-    that was not accessed for ``life_time`` accesses to the cache moves one queue down.  Victims
-    come from the lowest queue; their counts are remembered (``ghost_ratio`` times the capacity of
-    keys).
+    A block with f accesses is in LRU queue min(floor(log2 f), ``num_queues`` - 1).  A block without
+    an access during ``life_time`` accesses to the cache moves one queue down.  Victims come from
+    the lowest queue.  The access counts of ``ghost_ratio`` x capacity victims are remembered.
     """
 
     name = "mq"

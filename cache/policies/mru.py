@@ -4,7 +4,7 @@ from cache.policies.priority import BlockHistory, PriorityPolicy
 
 
 class MRU(PriorityPolicy):
-    """Evicts the block accessed last.  Suits cyclic scans and little else: a lower bound."""
+    """Evicts the block accessed last.  Good for cyclic scans only; serves as a lower bound."""
 
     name = "mru"
 

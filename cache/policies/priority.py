@@ -1,4 +1,4 @@
-"""Policies that are one number per block: the block with the smallest number goes first."""
+"""Policies that rank blocks by one number: the block with the smallest number is evicted."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 
 def record(**fields: float) -> np.record:
-    """A record of float64 numbers with these names and values, for ``own_state``."""
+    """Make a record of float64 numbers, ``fields``, for ``own_state``."""
     import numpy as np
 
     return np.rec.array([tuple(fields.values())], dtype=[(name, np.float64) for name in fields])[0]
 
 
 class BlockHistory(NamedTuple):
-    """The arguments of a priority, recorded when the block is released.
+    """The facts about a block from which ``priority`` is computed, at the release of the block.
 
-    Time counts requests (1, 2, ...): blocks released together share it.
+    Times count requests (1, 2, ...), so blocks released together have the same time.
     """
 
     block: int
@@ -36,25 +36,25 @@ class BlockHistory(NamedTuple):
     accessed: int
     """Time of this release."""
     inserted: int
-    """Time of the first release since the content came in."""
+    """Time of the first release after the content was inserted."""
     accesses: int
-    """Number of releases since the content came in, this one included (1, 2, ...)."""
+    """Number of releases since the content was inserted, this release included (1, 2, ...)."""
     next_use: float
-    """When the content is used next; ``inf`` for never, NaN if the future is not known."""
+    """Time of the next use of the content; ``inf`` for never, NaN if the future is unknown."""
     depth: int
     """Position of the block in its prompt, in blocks from 0."""
     clock: float
-    """Priority of the last victim, 0 before the first (the inflation value of GreedyDual)."""
+    """Priority of the last victim, 0 before the first eviction (GreedyDual's inflation value)."""
     children: int = 0
-    """Resident blocks that continue this one."""
+    """Number of resident blocks that continue this block."""
     total_accesses: int = 0
-    """``accesses``, plus those before the eviction if the ghost is remembered."""
+    """``accesses``, plus the accesses before an eviction if the ghost is remembered."""
     interval: float = math.nan
-    """Time since the release before this one, a ghost's included; NaN: there is none."""
+    """Time since the previous release of the content, its ghost's included; NaN without one."""
     request: RequestInfo = UNKNOWN_REQUEST
     """The request that releases the block."""
     memory: MutableSequence[float] = []  # noqa: RUF012
-    """``memory_size`` numbers that ``priority`` may change; zeros when the content comes in."""
+    """``memory_size`` numbers that ``priority`` may change; zeros when content is inserted."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,27 +64,27 @@ class _Record:
     depth: int
     key: Hashable
     parent: Hashable | None
-    accessed: int = 0  # of a ghost, as ``before``, until the content is released again
+    accessed: int = 0  # like ``before`` from the ghost, until the next release
     before: int = 0
     inserted: int = 0
     accesses: int = 0
     priority: float = math.nan
-    queued: int = 0  # since when it has this priority; settles ties
+    queued: int = 0  # when it was queued with this priority; settles ties
 
 
 class PriorityPolicy(EvictionPolicy):
-    """Evicts the released block with the smallest ``priority``; ties: first queued goes first.
+    """Evicts the released block with the smallest ``priority``; ties: the block queued first.
 
-    A subclass defines ``priority``, a static method from :class:`BlockHistory` to a number, which
-    the policy calls once per release.  A block whose priority did not change keeps its queue
-    position.  ``cache.simulate`` compiles it if numba can, and otherwise runs it in Python.
+    A subclass defines ``priority``, a static method that maps a :class:`BlockHistory` to a number.
+    The policy calls ``priority`` once per release.  A block whose priority did not change keeps its
+    queue position.  ``cache.simulate`` compiles ``priority`` if numba can, or runs it in Python.
     """
 
     ghost_ratio: float = 0.0
-    """Number of evicted contents whose accesses are remembered, in multiples of the capacity."""
+    """Number of evicted contents whose accesses are remembered, as a multiple of the capacity."""
 
     memory_size: int = 0
-    """Numbers that are kept of each block in the pool, in ``block.memory``."""
+    """Length of ``block.memory``: numbers kept for each block in the pool."""
 
     _own: np.record | None = None
 
@@ -100,28 +100,28 @@ class PriorityPolicy(EvictionPolicy):
     @staticmethod
     @abc.abstractmethod
     def priority(*args: Any, **kwargs: Any) -> float:
-        """The value of keeping a block; the smallest is evicted first.
+        """The value of keeping a block; the block with the smallest value is evicted first.
 
-        Its argument is a :class:`BlockHistory`.  If the class defines ``own_state`` it takes that
-        as a second argument.
+        The argument is a :class:`BlockHistory`.  If the class defines ``own_state``, a second
+        argument is its record.
         """
 
     def own_state(self, capacity: int) -> np.record | None:
         """State that ``priority`` may read and change: ``record(...)`` of options or counters.
 
-        Made anew at each start.  In ``cache.simulate`` the record is compiled with ``priority``,
-        which then sees all numbers as float64.
+        Called at each start.  ``cache.simulate`` compiles the record with ``priority``, which then
+        sees all numbers as float64.
         """
         return None
 
     @classmethod
     def describing_priority(cls) -> Callable[[BlockHistory], float] | None:
-        """``priority``, if it is static and decides the order of evictions alone, else None."""
+        """``priority`` if it is static and alone decides the order of evictions, else None."""
         priority = inspect.getattr_static(cls, "priority")
         return priority.__func__ if cls.compilable and isinstance(priority, staticmethod) else None
 
     def rank(self, block: BlockHistory) -> float:
-        """``priority(block)``; ValueError if that is not a number."""
+        """``priority(block)``.  Raises ValueError if the priority is not a number."""
         own = self._own
         priority = self.priority(block) if own is None else self.priority(block, own)
         try:
@@ -140,7 +140,7 @@ class PriorityPolicy(EvictionPolicy):
         self._own = self.own_state(capacity)
         self._request = UNKNOWN_REQUEST
         self._ghosts = GhostList(num_ghosts(self.name, self.ghost_ratio, capacity))
-        self._children: Counter[Hashable] = Counter()  # by key of the parent, resident or not
+        self._children: Counter[Hashable] = Counter()  # by key of the parent, which may be evicted
         self._memory: dict[int, list[float]] = {}
         self._records: dict[int, _Record] = {}
         self._released: LazyHeap[int] = LazyHeap()
@@ -207,7 +207,7 @@ class PriorityPolicy(EvictionPolicy):
         return math.nan if self._next_use is None else self._next_use(block)
 
     def _release(self, block: int) -> None:
-        """Rank a released block.  Compiled as it is."""
+        """Rank a released block.  The replay compiles this method unchanged."""
         record = self._records[block]
         inserted = record.inserted or self._time
         priority = self.rank(

@@ -1,4 +1,4 @@
-"""Eviction that knows the waiting queue."""
+"""An eviction policy that knows the prompts of the waiting requests."""
 
 import bisect
 import math
@@ -10,14 +10,14 @@ from cache.policies.wrapping import WrappingPolicy
 
 
 class QueueInformed(WrappingPolicy):
-    """``policy``, but content that waiting requests ask for is evicted last (vLLM, RFC 48485).
+    """``policy``, except that content of waiting requests is evicted last (vLLM, RFC 48485).
 
-    Victims that ``policy`` chooses are spared while a waiting request asks for their content.  If
-    all blocks are spared, it evicts the block whose first such request is last in the queue; ties:
-    the deepest.  The RFC looks at the first ``max_num_seqs`` requests and falls back to LRU; here
-    the whole queue counts.  Without ``on_queued`` it is ``policy``.
+    A victim that ``policy`` chooses is spared while a waiting request asks for its content.  If all
+    blocks are spared, the block that the queue needs last is evicted; ties: the deepest block.  The
+    RFC looks at the first ``max_num_seqs`` requests and falls back to LRU; here all waiting
+    requests count.  Without calls of ``on_queued`` victims are those of ``policy``.
 
-    ``policy`` is a name (``options`` are its options) or an object.
+    ``policy`` is the name of a policy, made with ``options``, or a policy object.
     """
 
     name = "queue_informed"
@@ -25,10 +25,10 @@ class QueueInformed(WrappingPolicy):
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
         super().start(capacity, next_use)
         self._contents: dict[int, tuple[Hashable, Hashable | None, int]] = {}
-        self._released: set[int] = set()  # the blocks of ``policy``
+        self._released: set[int] = set()  # released blocks that ``policy`` manages
         self._queue: dict[tuple[int, ...], Sequence[Hashable]] = {}
         self._wanted: dict[Hashable, list[tuple[int, ...]]] = {}  # key to positions, sorted
-        self._spared: LazyHeap[int] = LazyHeap()  # blocks taken from ``policy``, wanted last first
+        self._spared: LazyHeap[int] = LazyHeap()  # victims of ``policy``, needed last first
         self._spared_block: dict[Hashable, int] = {}
 
     def on_queued(self, position: tuple[int, ...], keys: Sequence[Hashable]) -> None:
@@ -95,7 +95,7 @@ class QueueInformed(WrappingPolicy):
         return block
 
     def _has_unwanted(self) -> bool:
-        """Whether a spared block has lost the requests that it was spared for."""
+        """Whether some spared block's content is no longer wanted by any waiting request."""
         return bool(self._spared) and self._spared.first()[0] == -math.inf
 
     def _take(self, block: int) -> None:

@@ -1,4 +1,4 @@
-"""Policies that keep blocks in queues, and remember keys of evicted ones."""
+"""Policies that keep blocks in queues and remember keys of evicted blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Queue(OrderedDict[int, None]):
     """Block ids from the oldest to the newest: a hash map over a linked list, O(1) everywhere."""
 
     num_released = 0
-    """How many of them may be evicted."""
+    """Number of blocks of the queue that may be evicted."""
 
 
 class QueuePolicy(EvictionPolicy):
@@ -23,24 +23,24 @@ class QueuePolicy(EvictionPolicy):
 
     A subclass defines the queue of a new block (``_admit``), the effect of an access to a resident
     block (``_hit``) and the block to give up (``_choose``).  Blocks in use stay in their queues, so
-    that queue lengths agree with the papers.  A search for a victim that meets a block in use at
-    the head of its queue moves it to the end.
+    that queue lengths agree with the papers.  A search for a victim moves blocks in use from the
+    head of a queue to its end.
 
-    A subclass that remembers evicted keys makes ``_ghosts`` in ``_reset``, adds to it in
-    ``_choose`` (``_remember``) and reads the value of a key that came back (``_recalled``).
+    A subclass that remembers evicted keys creates the list ``_ghosts`` in ``_reset``, adds keys in
+    ``_choose`` (with ``_remember``) and reads the value of a returned key with ``_recalled``.
 
-    The replay compiles the methods of built-in subclasses as they are.  They use numbers, queues,
-    ghosts, dicts by block, and the methods of this class.
+    The replay compiles the methods of built-in subclasses unchanged.  So they may use only numbers,
+    queues, ghost lists, dicts keyed by block, and the methods of this class.
     """
 
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
         super().start(capacity)
         self._keys: dict[int, Hashable] = {}
-        self._queue_of: dict[int, Queue] = {}  # empty in a subclass with a list of its own
+        self._queue_of: dict[int, Queue] = {}  # empty if a subclass keeps its own list
         self._pinned: set[int] = set()
         self._newcomers: set[int] = set()
         self._ghosts = GhostList(0)
-        self._returning: dict[Hashable, int] = {}  # taken from the ghosts, to be admitted next
+        self._returning: dict[Hashable, int] = {}  # values of ghosts to be admitted next
         self._reset()
 
     def miss(self, key: Hashable) -> None:
@@ -92,11 +92,11 @@ class QueuePolicy(EvictionPolicy):
 
     @abc.abstractmethod
     def _reset(self) -> None:
-        """Make the queues, empty."""
+        """Make empty queues."""
 
     @abc.abstractmethod
     def _admit(self, block: int) -> None:
-        """Put a new block into a queue (``_move``)."""
+        """Put a new block into a queue with ``_move``."""
 
     @abc.abstractmethod
     def _hit(self, block: int) -> None:
@@ -104,23 +104,23 @@ class QueuePolicy(EvictionPolicy):
 
     @abc.abstractmethod
     def _choose(self) -> int:
-        """The released block to give up.  There is one; it is still in its queue afterwards."""
+        """Return the block to evict, without removing it.  Called if there is a released block."""
 
     def _settle(self, block: int) -> None:
         """A new block was released for the first time.
 
-        Blocks come in head first and are released tail first; the tail is to be the oldest.
+        Blocks are inserted head first and released tail first.  The tail must become the oldest.
         """
         self._queue_of[block].move_to_end(block)
 
     def _remove(self, block: int) -> None:
-        """Take ``block``, a released one, out of its queue."""
+        """Remove the released ``block`` from its queue."""
         queue = self._queue_of.pop(block)
         queue.num_released -= 1
         del queue[block]
 
     def _move(self, block: int, queue: Queue) -> None:
-        """Make ``block`` the newest of ``queue``, taking it out of the one it was in."""
+        """Make ``block`` the newest of ``queue``, and remove it from its previous queue."""
         is_released = block not in self._pinned
         if (old := self._queue_of.get(block)) is not None:
             del old[block]
@@ -130,7 +130,7 @@ class QueuePolicy(EvictionPolicy):
         self._queue_of[block] = queue
 
     def _oldest(self, queue: Queue) -> int:
-        """The oldest released block of ``queue``.  Raises IndexError if all of it is in use."""
+        """The oldest released block of ``queue``.  Raises IndexError if all blocks are in use."""
         while queue.num_released:
             block = next(iter(queue))
             if block not in self._pinned:
@@ -139,7 +139,7 @@ class QueuePolicy(EvictionPolicy):
         raise IndexError("all blocks of the queue are in use")
 
     def _first_of(self, queues: Iterable[Queue]) -> int:
-        """The oldest released block of the first queue that has one."""
+        """The oldest released block of the first queue with a released block."""
         for queue in queues:
             if self._num_released(queue):
                 return self._oldest(queue)
@@ -162,18 +162,18 @@ class QueuePolicy(EvictionPolicy):
         return block in self._pinned
 
     def _remember(self, ghosts: GhostList, block: int, value: int = 1) -> None:
-        """Add the content of ``block``, which is evicted next, to ``ghosts``."""
+        """Add the key of ``block``, the next victim, to ``ghosts``."""
         ghosts.add(self._keys[block], value)
 
     def _recall(self, ghosts: GhostList, key: Hashable) -> bool:
-        """Take the missed ``key`` from ``ghosts``, if it is there."""
+        """Remove the missed ``key`` from ``ghosts``.  Returns False if it was not there."""
         if (value := ghosts.take(key)) is None:
             return False
         self._returning[key] = value
         return True
 
     def _recalled(self, block: int) -> int:
-        """The value of the ghost of the new ``block``; 0 without a ghost."""
+        """The value that a ghost list had for the new ``block``; 0 without a ghost."""
         return self._returning.get(self._keys[block], 0)
 
     def _forget_oldest(self, ghosts: GhostList) -> None:
@@ -188,18 +188,18 @@ class GhostList:
         self._values: OrderedDict[Hashable, Any] = OrderedDict()
 
     def add(self, key: Hashable, value: Any = 0) -> None:
-        """Remember ``key`` as the newest and forget the oldest keys beyond the capacity."""
+        """Add ``key`` as the newest key, and forget the oldest keys beyond the capacity."""
         self._values.pop(key, None)
         self._values[key] = value
         while len(self._values) > self.capacity:
             self.forget_oldest()
 
     def take(self, key: Hashable) -> Any:
-        """Forget ``key`` and return its value, None if it was not remembered."""
+        """Forget ``key`` and return its value; None if ``key`` was not remembered."""
         return self._values.pop(key, None)
 
     def forget_oldest(self) -> None:
-        """Forget the oldest key.  Does nothing for an empty list."""
+        """Forget the oldest key, if there is a key."""
         if self._values:
             self._values.popitem(last=False)
 

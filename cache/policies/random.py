@@ -7,7 +7,7 @@ from cache.policies.base import EvictionPolicy
 
 
 class Bag:
-    """Blocks, sampled uniformly.  Every operation is O(1)."""
+    """A set of blocks to sample uniformly.  Every operation is O(1)."""
 
     def __init__(self) -> None:
         self._items: list[int] = []
@@ -18,7 +18,7 @@ class Bag:
         self._items.append(item)
 
     def remove(self, item: int) -> None:
-        """Raises KeyError if ``item`` is not here."""
+        """Raises KeyError if ``item`` is not in the bag."""
         position, last = self._position[item], self._items.pop()
         if last != item:  # the last one fills the gap
             self._items[position] = last
@@ -41,7 +41,7 @@ class Bag:
 class Random(EvictionPolicy):
     """Evicts a released block, sampled uniformly by a generator seeded with ``seed``.
 
-    The baseline that a policy with any knowledge should beat.
+    A policy that uses any information should beat this baseline.
     """
 
     name = "random"

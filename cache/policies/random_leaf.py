@@ -11,11 +11,11 @@ from cache.policies.random import Bag
 class RandomLeaf(LeafPolicy):
     """Randomised leaf-token eviction (RLT; Wu, Silwal and Zhang, ICLR 2026), block by block.
 
-    The marking algorithm of Fiat et al. (1991) on the tree of prompts.  A used block is marked.
-    The victim is sampled uniformly from the unmarked leaves.  When all are marked, all marks are
-    removed.  On any traffic it is expected to miss O(log capacity) times as often as the optimum.
-    LRU and every deterministic policy can be made to miss capacity times as often.  The publication
-    evicts tokens; with blocks a draw takes ``block_size`` of them.
+    This is the marking algorithm of Fiat et al. (1991) on the tree of prompts.  Each use marks a
+    block.  The victim is sampled uniformly from the unmarked leaves.  When all leaves are marked,
+    all marks are removed.  On any traffic the expected misses are O(log capacity) times the misses
+    of the optimum.  For LRU and every other deterministic policy there is traffic with capacity
+    times the optimum's misses.  The publication evicts single tokens; here a draw evicts a block.
     """
 
     name = "random_leaf"
@@ -26,7 +26,7 @@ class RandomLeaf(LeafPolicy):
     def _reset(self) -> None:
         self._generator = random.Random(self.seed)
         self._phase = 0
-        self._unmarked = Bag()  # and the marked ones are ``_leaves``
+        self._unmarked = Bag()  # unmarked leaves; ``_leaves`` has the marked ones
 
     def _access(self, blocks: Sequence[int]) -> None:
         for block in blocks:

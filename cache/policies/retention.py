@@ -12,27 +12,27 @@ DEFAULT_PRIORITY = 35
 
 
 class Retained(NamedTuple):
-    """How long blocks of every prompt are kept, by their position."""
+    """A range of block positions in every prompt, and how long its blocks are kept."""
 
     first: int
     end: int | None
-    """The block after the last; None: to the end of the prompt and its answer."""
+    """Position after the last block; None: the range ends with the answer."""
     priority: int
-    """0 to 100; blocks outside all ranges have 35."""
+    """0 to 100; blocks outside all ranges have priority 35."""
     duration_ms: float | None = None
     """Time from the last use until the priority falls to 35.  None: it never falls."""
 
 
 class Retention(LeafPolicy):
-    """TensorRT-LLM's retention: the least priority goes first, of equal ones the least recent.
+    """Evicts the block with the least priority; ties: the least recently used (TensorRT-LLM).
 
     ``ranges``: ``Retained`` objects or tuples of their fields; the first range that contains a
-    block applies.  By default the first block of a prompt, which system prompts share, has priority
-    100 for a minute.  TensorRT-LLM takes ranges of tokens with each request; here ranges are in
-    blocks and the same for all requests.  A block whose priority expires is queued behind the
-    blocks of priority 35, as in TensorRT-LLM.
+    block applies.  By default the first block of a prompt, often shared, has priority 100 for a
+    minute.  In TensorRT-LLM each request has its own ranges, in tokens; here ranges are in blocks
+    and the same for all requests.  A block whose priority expires is queued behind the blocks of
+    priority 35, as in TensorRT-LLM.
 
-    Raises ValueError for a range that is empty, a priority outside 0 to 100, a negative duration.
+    Raises ValueError for an empty range, a priority outside 0 to 100 and a negative duration.
     """
 
     name = "retention"
@@ -84,7 +84,7 @@ class Retention(LeafPolicy):
         return self._first_leaf()
 
     def _retained(self, depth: int) -> tuple[float, float]:
-        """The priority of a block, and its duration; -1 if that has no end."""
+        """The priority of a block and its duration in ms; -1: without end."""
         at = 0
         while not self._table[at][0] <= depth < self._table[at][1]:
             at += 1

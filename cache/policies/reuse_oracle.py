@@ -4,10 +4,10 @@ from cache.policies.priority import BlockHistory, PriorityPolicy
 
 
 class ReuseOracle(PriorityPolicy):
-    """Evicts the oldest block that is never used again; if there is none it is LRU.
+    """Evicts the oldest block that is never used again; without such a block, by LRU.
 
-    It shows the gain of a perfect predictor of *whether* a block returns.  It does not know *when*,
-    as Belady's optimum does.  It needs the whole trace in advance.
+    It shows the gain of a perfect predictor of *whether* a block returns.  It does not use *when*
+    the block returns, which Belady's optimum uses.  The policy needs the whole trace in advance.
     """
 
     name = "reuse_oracle"

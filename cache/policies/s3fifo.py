@@ -7,12 +7,12 @@ from cache.policies.queues import GhostList, Queue, QueuePolicy
 class S3FIFO(QueuePolicy):
     """S3-FIFO (Yang et al., SOSP 2023): three static FIFO queues.
 
-    New blocks enter a small queue (``small_ratio`` of the capacity).  One that was accessed
-    ``promote_after`` times by the time it gets to the head moves to the main queue (its count
-    starts anew); any other is evicted and its key remembered (``ghost_ratio`` of the capacity).
-    Content that comes back while remembered enters the main queue directly.  The main queue gives
-    accessed blocks another round.  Until the first eviction, blocks that find the small queue full
-    go to the main one, as in the authors' implementation in libCacheSim.
+    New blocks enter a small queue (``small_ratio`` x capacity).  At its head, a block with at least
+    ``promote_after`` accesses moves to the main queue, and its count restarts at 0.  Any other
+    block is evicted, and its key is remembered (``ghost_ratio`` x capacity keys).  Content that
+    returns while its key is remembered enters the main queue.  At the head of the main queue,
+    blocks with accesses return to the end.  Until the first eviction, blocks enter the main queue
+    if the small queue is full, as in the authors' implementation in libCacheSim.
     """
 
     name = "s3fifo"
@@ -60,4 +60,4 @@ class S3FIFO(QueuePolicy):
                 return block
             self._accesses[block] = min(self._accesses[block], 3) - 1
             self._move(block, self._main)
-        return self._first_of((self._small,))  # all of the main queue is in use
+        return self._first_of((self._small,))  # all blocks of the main queue are in use

@@ -1,4 +1,4 @@
-"""A bound on how far below LRU any policy can fall."""
+"""Bounds how far any policy can fall below LRU."""
 
 import math
 from collections import OrderedDict
@@ -10,21 +10,21 @@ from cache.policies.wrapping import WrappingPolicy
 
 
 class Safeguarded(WrappingPolicy, LeafPolicy):
-    """``policy``, with at most ``budget`` hits per block reference fewer than LRU (PageLab).
+    """``policy`` with at least LRU's hits minus ``budget`` x block references (PageLab).
 
-    It follows the LRU cache that its owner would have, blocks without content included.  The
-    *balance* is its hits less LRU's hits plus ``budget`` x references, and at most the capacity.
-    *Missing* are the blocks that LRU holds and the pool does not.  A block that ``policy`` gives up
-    is set aside with the blocks that continue it.  It first evicts a set-aside leaf that LRU has
-    already evicted.  If there is none, it evicts a set-aside leaf if missing + 1 <= balance, and
-    otherwise asks ``policy`` for the next victim.
+    The safeguard simulates the same pool under LRU, including blocks without content.  *Balance* =
+    hits - LRU's hits + ``budget`` x references, at most the capacity.  *Missing* = number of blocks
+    that LRU holds and the pool does not.  A victim of ``policy`` is set aside with the blocks that
+    continue it.  A set-aside leaf that LRU has evicted is evicted first.  Without such a leaf,
+    another set-aside leaf is evicted if missing + 1 <= balance; otherwise ``policy`` names the next
+    victim.
 
-    The bound is proven from the first request on, in serial replay of traces whose ids are unique
-    to their prefix and in managers one request at a time: docs/eviction-study.md says what else it
-    needs.  ``radix`` ranks nodes and does not call ``look_up``: there the balance stays 0.
+    The bound is proven after every request, for serial replay of traces whose ids are unique to
+    their prefix and for managers that serve one request at a time (docs/eviction-study.md lists all
+    assumptions).  ``radix`` ranks nodes and does not call ``look_up``, so its balance stays 0.
 
-    ``policy`` is a name (``options`` are its options) or an object that defines ``remove``.  Raises
-    ValueError for a negative or infinite ``budget`` or a policy that cannot remove blocks.
+    ``policy`` is the name of a policy, made with ``options``, or a policy object.  Raises
+    ValueError for a negative or infinite ``budget`` or a policy that does not define ``remove``.
     """
 
     name = "safeguarded"
@@ -42,10 +42,10 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
     def _reset(self) -> None:
         self._balance = 0.0
         self._missing: OrderedDict[Hashable, None] = OrderedDict()
-        # Contents of the LRU cache that it may evict, and those in use.
+        # Contents of the LRU cache: evictable contents in LRU order, and contents in use.
         self._lru: OrderedDict[Hashable, None] = OrderedDict()
         self._in_use: OrderedDict[Hashable, None] = OrderedDict()
-        # Contents that LRU has, or gets, and that will be inserted here.
+        # Contents that LRU holds (or takes next) and that the pool will insert.
         self._awaited: OrderedDict[Hashable, None] = OrderedDict()
 
     insert = LeafPolicy.insert
@@ -89,7 +89,7 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
                 self._offer(block)
 
     def _use(self, key: Hashable) -> None:
-        """LRU uses ``key``, as the pool does, and may not evict it."""
+        """Mark ``key`` as in use under LRU, because it is in use in the pool."""
         self._in_use.setdefault(key)
         if key in self._lru:
             self._lru.pop(key, None)
@@ -122,7 +122,7 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
         return self._nodes[block].key if block >= 0 else None
 
     def _content(self, block: int) -> Hashable:
-        """The key of ``block``, in use.  A copy, (content, block), swaps with a released block."""
+        """The key of the used ``block``.  A copy, (content, block), swaps with a released block."""
         node = self._nodes[block]
         other = self._with_key.get(node.key[0], -1) if type(node.key) is tuple else -1
         if other not in self._released:
@@ -154,7 +154,7 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
         self.policy.release_many(blocks)
 
     def _offer(self, block: int) -> None:
-        if self._nodes[block].value >= 0:  # set aside; contents that LRU lacks are evicted first
+        if self._nodes[block].value >= 0:  # set aside; contents that LRU lacks go first
             self._leaves.push(block, 1.0 if self._key_of(block) in self._lru else 0.0)
 
     def _withdraw(self, block: int) -> None:
@@ -162,7 +162,8 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
             self._leaves.remove(block)
 
     def _take(self) -> int:
-        # LRU needs a block, too, and one for each block without content or with awaited content.
+        # LRU needs a block, too, and a block for each block without content or with awaited
+        # content.
         self._shrink(self._num_nodes() + len(self._awaited) - 1)
         may_lose = 1.0 if len(self._missing) + 1 <= self._balance else 0.0
         while self._leaves.least() > may_lose:
@@ -176,7 +177,7 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
         return len(self._nodes)
 
     def _next_victim(self) -> int:
-        """The next victim of ``policy``; -1 if it has none, where blocks in use are copies."""
+        """The next victim of ``policy``; -1 if it has none, because blocks in use are copies."""
         if not len(self.policy):
             return -1
         block = self.policy.evict()
@@ -185,9 +186,9 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
         return block
 
     def _set_aside(self, block: int) -> None:
-        """``policy`` has given up ``block``: it goes, and before it whatever continues it."""
+        """Set aside ``block``, a victim of ``policy``, and the released blocks that continue it."""
         blocks = [block]
-        for at in blocks:  # which grow
+        for at in blocks:  # the list grows in the loop
             self._nodes[at].value = 1.0
             if not self._nodes[at].children:
                 self._offer(at)

@@ -3,15 +3,15 @@
 from cache.policies.priority import BlockHistory, PriorityPolicy
 
 _ENDED = 2.0**40
-"""Requests by which a block of a session that has ended is aged."""
+"""Subtracted from the last access of a block of an ended session, in requests."""
 
 
 class SessionEnd(PriorityPolicy):
     """LRU that is told which request is the last of its session (vLLM, RFC 52113).
 
-    The blocks of that request are evicted first, the oldest before the newer ones, until they are
-    used again.  Without session end hints it is LRU.  The hints of a trace are always right, so its
-    hit rate is an upper bound of the hit rate with the hints of a real client.
+    The blocks of that request are evicted before all others, oldest first, unless they are used
+    again.  Without session end hints the policy is LRU.  The hints of a trace are always right, so
+    the hit rate is an upper bound of the hit rate with a real client's hints.
     """
 
     name = "session_end"

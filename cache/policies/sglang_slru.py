@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     import numpy as np
 
 _PROTECTED = 2.0**40
-"""Requests by which a block that was used often enough is younger."""
+"""Added to the last access of a block that was used at least ``threshold`` times, in requests."""
 
 
 class SGLangSLRU(PriorityPolicy):
-    """LRU among the blocks used fewer than ``threshold`` times, then among all blocks.
+    """Evicts by LRU: first the blocks used fewer than ``threshold`` times, then all others.
 
-    ``slru`` of SGLang's radix cache (pull request 18843).  Its segments have no size, so a block
-    that was used ``threshold`` times stays until no other is left.  ``slru`` is the policy of
-    Karedla et al., with segments of equal size.
+    This is the policy that SGLang's radix cache calls ``slru`` (pull request 18843).  Its segments
+    have no size limit, so a block that was used ``threshold`` times stays until no block with fewer
+    uses is left.  PageLab's ``slru`` is the policy of Karedla et al., with segments of equal size.
     """
 
     name = "sglang_slru"

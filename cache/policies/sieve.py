@@ -8,9 +8,9 @@ _END = -1  # both ends of the list; block ids are not negative
 class Sieve(QueuePolicy):
     """SIEVE (Zhang et al., NSDI 2024): one FIFO queue and a hand.
 
-    The hand walks from the oldest block to the newest and round again; it passes blocks accessed
-    since it last came by, clearing their mark, and evicts the first one that was not.  Survivors
-    keep their place.  Blocks in use are passed and keep their mark.
+    A hit marks a block.  The hand moves from the oldest block to the newest and starts again.  It
+    skips marked blocks and clears their marks.  The first unmarked block is evicted.  Skipped
+    blocks keep their places.  Blocks in use are skipped and keep their marks.
     """
 
     name = "sieve"

@@ -7,11 +7,11 @@ from cache.policies.queues import Queue, QueuePolicy
 class SLRU(QueuePolicy):
     """Segmented LRU (Karedla, Love and Wherry, IEEE Computer 1994), with ``segments`` segments.
 
-    A hit lifts a block into the next segment; a segment over its share of the capacity passes its
-    oldest block down.  Victims come from the lowest segment that has one.  A new block enters the
-    lowest segment with room, so that the upper ones fill while the cache does.  Equal to
-    libCacheSim where the capacity divides evenly; elsewhere that evicts from the lowest segment a
-    little before the cache is full.
+    A hit moves a block up one segment.  A segment larger than its share of the capacity moves its
+    oldest block down one segment.  Victims come from the lowest segment with a released block.  A
+    new block enters the lowest segment with room, so all segments fill at first.  Equal to
+    libCacheSim if ``segments`` divides the capacity; otherwise libCacheSim evicts from the lowest
+    segment a little before the cache is full.
     """
 
     name = "slru"

@@ -11,19 +11,19 @@ if TYPE_CHECKING:
     import numpy as np
 
 _FIRST = 2.0**40
-"""A spare block counts as this many requests older."""
+"""Subtracted from the last access of a spare block, in requests."""
 
 
 class TailOptimizedLRU(PriorityPolicy):
     """T-LRU (Zhang, Li, Moallemi and Peng, NeurIPS 2025): spare blocks first, then LRU.
 
-    A conversation has L blocks, and its next prompt is expected to add ``next_blocks``.  It is
-    answered in time if at most ``threshold_blocks`` of it must be computed.  So the blocks from L +
-    next_blocks - threshold_blocks on are spare: hits on them would not shorten the longest waits.
-    They are evicted first, by LRU.
+    A conversation has L blocks; its next prompt is expected to be ``next_blocks`` longer and is
+    answered in time if at most ``threshold_blocks`` of its blocks must be computed.  So blocks from
+    depth L + next_blocks - threshold_blocks are spare: hits there would not shorten the longest
+    waits.  Spare blocks are evicted first, by LRU.
 
-    L is the prompt and its answer.  The publication has no prefixes that conversations share; here
-    a block counts with the request that used it last.  Without a request it is LRU.
+    L includes the answer.  The publication has no prefixes shared by conversations; here the last
+    request that used a block sets L.  Without facts about requests the policy is LRU.
     """
 
     name = "tlru"

@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 class TimeToLive(PriorityPolicy):
-    """LRU in which the blocks of a request that calls a tool count as used ``ttl_s`` seconds later.
+    """LRU, but blocks of a request that calls a tool count as used ``ttl_s`` seconds later.
 
-    After Continuum (arXiv 2511.02230), which keeps the blocks of such requests for a time: a tool
-    answers in seconds, a person in minutes.  The block whose time ended first goes first, and the
-    time of blocks of other requests ends at once.  Continuum estimates its time from the tools'
-    durations and the cost of computing the blocks again; here it is one for all tools.
+    Follows Continuum (arXiv 2511.02230), which keeps the blocks of such requests for a time to live
+    (TTL): a tool answers in seconds, a person in minutes.  The block whose TTL ends first is
+    evicted first.  Blocks of other requests have a TTL of 0.  Continuum estimates TTLs from
+    durations of tools and the cost of recomputing the blocks; here all tools have the same TTL.
 
-    Where the calls of tools or the time are not known it is LRU.  Raises ValueError for a negative
+    If tool calls or times are unknown, the policy is LRU.  Raises ValueError for a negative
     ``ttl_s``.
     """
 

@@ -7,9 +7,9 @@ from cache.policies.queues import GhostList, Queue, QueuePolicy
 class TwoQ(QueuePolicy):
     """Full 2Q (Johnson and Shasha, VLDB 1994).
 
-    New blocks pass through a FIFO of ``in_ratio`` of the capacity (A1in); the keys of those that
-    leave it are remembered (A1out, ``out_ratio`` of the capacity).  Content that comes back while
-    it is remembered enters the main LRU queue (Am).
+    New blocks enter a FIFO queue, A1in, of ``in_ratio`` x capacity.  The keys of blocks evicted
+    from A1in are remembered in A1out, up to ``out_ratio`` x capacity.  Content that returns while
+    A1out has its key enters the main LRU queue, Am.
     """
 
     name = "two_q"

@@ -1,4 +1,4 @@
-"""Workload-aware eviction: the chance of a return, by category of request."""
+"""Workload-aware eviction by the probability of reuse in each category of requests."""
 
 import math
 from collections.abc import Sequence
@@ -11,15 +11,15 @@ from cache.policies.leaves import LeafPolicy
 class WorkloadAware(LeafPolicy):
     """The policy of "KVCache Cache in the Wild" (Wang et al., USENIX ATC 2025).
 
-    Return times in a category are modelled as exponential.  They give each block a probability of
-    use within the time that blocks stay in the cache.  The block with the smallest goes first, of
-    equal ones the deeper.  Within a category that is the least recently used block, so an eviction
-    compares one block per category.
+    Return times in a category are modelled as exponential.  This gives each block a probability of
+    reuse within the time that blocks stay in the cache. The block with the smallest probability is
+    evicted; ties: the deeper block.  Within a category this is the least recently used block, so an
+    eviction compares one block per category.
 
     The publication classifies requests by kind and turn.  Here only the turn is known: one more
-    than the turn of the deepest block found, up to ``max_turn``.  Our choices: shares and rates are
-    counted over all releases of a category so far, a life is the moving average of the age of
-    victims (weight 0.01), and only leaves are evicted.
+    than the turn of the deepest block that hit, up to ``max_turn``.  PageLab adds three choices.
+    Shares and rates are counted over all releases of a category so far.  The time that blocks stay
+    is a moving average of the age of victims (weight 0.01).  Only leaves are evicted.
     """
 
     name = "workload_aware"
@@ -28,7 +28,7 @@ class WorkloadAware(LeafPolicy):
         self.max_turn = at_least(1, "max_turn", max_turn, maximum=256)
 
     def _reset(self) -> None:
-        # By category: releases, returns, the sum of the times until these, leaves by last access.
+        # For each category: releases, returns, total time until return, leaves by last access.
         self._releases, self._returns = [0.0] * self.max_turn, [0.0] * self.max_turn
         self._waited_ms = [0.0] * self.max_turn
         self._leaves_of: list[LazyHeap[int]] = [LazyHeap() for _ in range(self.max_turn)]
@@ -61,7 +61,7 @@ class WorkloadAware(LeafPolicy):
         self._leaves_of[turn].remove(block)
 
     def _first_of(self, turn: int) -> int:
-        """The first leaf of a category; -1 without any."""
+        """The first leaf of a category; -1 if it has no leaf."""
         return self._leaves_of[turn].first()[1] if self._leaves_of[turn] else -1
 
     def _log_chance(self, turn: int, age_ms: float, life_ms: float) -> float:

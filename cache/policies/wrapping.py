@@ -1,4 +1,4 @@
-"""Policies that wrap another one."""
+"""Policies that wrap another policy."""
 
 from collections.abc import Callable, Hashable, Sequence
 
@@ -6,10 +6,10 @@ from cache.policies.base import EvictionPolicy, RequestInfo
 
 
 class WrappingPolicy(EvictionPolicy):
-    """Calls the same method of ``policy`` for each call about a request or a content.
+    """Passes each call about a request or a content on to ``policy``.
 
-    ``policy`` is a name (``options`` are its options) or an object.  A subclass defines ``pin``,
-    ``release`` and ``evict``.  Among several bases this one comes first.
+    ``policy`` is the name of a policy, made with ``options``, or a policy object.  A subclass
+    defines ``pin``, ``release`` and ``evict``.  A class with several bases lists this class first.
     """
 
     def __init__(self, policy: str | EvictionPolicy = "lru", **options) -> None:
