@@ -1,4 +1,4 @@
-"""Cache managers.  To add one: a class in a file of its own and its name in ``MANAGERS``."""
+"""Cache managers.  To add a manager, write its class in a new file and list it in ``MANAGERS``."""
 
 import inspect
 from typing import Any
@@ -22,7 +22,7 @@ from cache.policies.base import EvictionPolicy
 MANAGERS: dict[str, type[CacheManager]] = {
     manager.name: manager for manager in (Contiguous, Paged, NanoVLLM, VLLMv0, VLLMv1, Radix)
 }
-"""Cache managers by name."""
+"""Cache managers: name -> class."""
 
 
 def make_manager(
@@ -38,16 +38,15 @@ def make_manager(
     """Make the cache manager ``name`` for ``num_blocks`` blocks of ``block_size`` tokens.
 
     Args:
-        policy: name of an eviction policy (or ``"file.py:Class"``), or a policy object, which
-            then belongs to the manager.
-        hash_algorithm: a key of ``cache.blocks.hashing.HASH_ALGORITHMS``.  The default depends on
-            the design: xxh64 for Nano-vLLM, none where no block is hashed.
+        policy: name of an eviction policy (or ``"file.py:Class"``), or a policy object.  The
+            manager owns the object.
+        hash_algorithm: a key of ``cache.blocks.hashing.HASH_ALGORITHMS``.  For Nano-vLLM the
+            default means xxh64.  Designs that hash no block accept only the default.
         enable_prefix_caching: False stores equal prefixes separately.
-        design_options: passed to the manager's class.
+        design_options: further arguments of the manager's class.
 
-    Raises ValueError for an unknown manager, policy, algorithm or option (with the choices) and for
-    other bad values, and UnsupportedByDesign for a policy or an algorithm that the design does not
-    use.
+    Raises ValueError for bad values.  The error lists the known managers, policies, algorithms or
+    options.  Raises UnsupportedByDesign for a policy or an algorithm that the design does not use.
     """
     manager_class = MANAGERS.get(name) if isinstance(name, str) else None
     if manager_class is None:

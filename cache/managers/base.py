@@ -1,35 +1,35 @@
 """The interface of all cache managers, and the code that they share.
 
 A manager owns the block ids of one cache and decides which block holds which tokens.  It moves no
-data.  It returns the copies to make, and the caller's kernels write K and V to
-``slot = block_table[position // block_size] * block_size + position % block_size``.
+data, but it returns the block copies that the caller has to make.  The caller's kernels write K and
+V to ``slot = block_table[position // block_size] * block_size + position % block_size``.
 
-A scheduler looks up each prefix once, with ``find``:
+A scheduler looks up the prefix of each sequence once, with ``find``:
 
-    hit = manager.find(seq)                     # its blocks hold K/V of a prefix of seq
+    hit = manager.find(seq)                     # blocks with K/V of a prefix of seq
     if manager.can_allocate(seq, hit) is AllocStatus.OK:
         copies = manager.admit(seq, hit, end)   # slots for the tokens before ``end``
-    ...                                         # run copies, compute and store K/V of these tokens
+    ...                                         # copy, then compute and store K/V of these tokens
     seq.append_token(token_id)
     copies = manager.append(seq)                # slots for all tokens that have none
     ...
-    manager.free(seq)                           # finished or preempted; the same calls resume it
+    manager.free(seq)                           # finished or preempted; find and admit resume it
 
 Scripts can use two shorter forms.  ``allocate(seq)`` finds and admits a whole sequence.
-``get_computed_blocks`` and ``allocate_slots`` count new tokens, as in vLLM v1.
+``get_computed_blocks`` and ``allocate_slots`` have the arguments of vLLM v1: numbers of new tokens.
 
-A full block can be found from the call that gives its last token a slot, if its tokens are known by
-then, and otherwise from the next call about the sequence.
+A full block can be found after the call that gives its last token a slot.  If a token of the block
+is unknown at that call, the block can be found after the next call about the sequence.
 
-A call that raises changes nothing, with two exceptions.  A sliding window of ``vllm_v1`` gives its
-blocks back before it raises OutOfBlocks.  And a change cannot be undone if it is interrupted, by a
-KeyboardInterrupt or by an error in a method of the policy other than ``tell``, ``look_up`` and
-``on_queued``.  Then every further call about a sequence or cached content raises InterruptedChange,
-which names the error.  A KeyboardInterrupt at the end of a call may come after its change is
-complete.
+A call that raises changes nothing, with two exceptions.  First, with a sliding window ``vllm_v1``
+frees the blocks behind the window even if the call then raises OutOfBlocks.  Second, a change that
+is interrupted cannot be undone.  A KeyboardInterrupt can interrupt it, or an error in a method of
+the policy other than ``tell``, ``look_up`` and ``on_queued``.  Every later call about a sequence or
+cached content then raises InterruptedChange, which names the error.  A KeyboardInterrupt at the end
+of a call may also come after a complete change.
 
 ``copies`` are valid until the next call that changes the manager.  Run them in order, before any K
-or V is written.  Copies for a sequence that is freed first need not be run.
+or V is written.  If a sequence is freed first, its copies need not be run.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Copies = list[tuple[int, int]]
 
 
 class AllocStatus(enum.Enum):
-    """A sequence gets its blocks now, when other sequences have freed blocks, or never."""
+    """Whether a sequence gets its blocks now, after other sequences have freed blocks, or never."""
 
     OK = enum.auto()
     LATER = enum.auto()
@@ -62,7 +62,7 @@ class AllocStatus(enum.Enum):
 
 
 class UnsupportedByDesign(NotImplementedError):
-    """The design that a manager reproduces does not offer the feature."""
+    """The feature is not part of the design that the manager reproduces."""
 
     def __str__(self) -> str:
         manager, feature = self.args
@@ -70,7 +70,7 @@ class UnsupportedByDesign(NotImplementedError):
 
 
 class InterruptedChange(RuntimeError):
-    """An error interrupted a change of the manager, which cannot be used any more."""
+    """An error interrupted a change of the manager, so the manager cannot be used any more."""
 
     def __str__(self) -> str:
         return (
@@ -80,7 +80,7 @@ class InterruptedChange(RuntimeError):
 
 
 class _Change:
-    """Context of a change of ``manager``: keeps the error that interrupts it."""
+    """Context manager around a change of ``manager``.  It records an error that interrupts it."""
 
     def __init__(self, manager: CacheManager) -> None:
         self._manager = manager
@@ -99,9 +99,9 @@ class _Change:
 class CacheStats:
     """Counters of a manager since it was made.
 
-    A sequence that is preempted and resumed finds blocks of its own.  So queries and hits of
-    resumptions have counters of their own, as in vLLM's ``PrefixCacheStats``, and hit rates count
-    first allocations only.  A block query is a full block of the allocated sequence.
+    A preempted sequence that resumes finds its own blocks.  As in vLLM's ``PrefixCacheStats``,
+    resumptions therefore have separate counters, and hit rates count only first allocations.
+    ``queried_blocks`` counts the full blocks of the allocated sequences.
     """
 
     num_allocations: int = 0
@@ -120,30 +120,30 @@ class CacheStats:
 
     @property
     def token_hit_rate(self) -> float:
-        """Share of the tokens of first allocations whose K/V were cached; 0 without any."""
+        """Cached tokens of first allocations divided by all their tokens; 0 without allocations."""
         return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0
 
     @property
     def block_hit_rate(self) -> float:
-        """Share of the full blocks of first allocations that were cached; 0 without any."""
+        """Cached blocks of first allocations divided by all their full blocks; 0 without blocks."""
         return self.hit_blocks / self.queried_blocks if self.queried_blocks else 0.0
 
 
 MIDDLE = "an interrupt"
-"""``interruption`` while a change is made."""
+"""Value of ``interruption`` while a change is in progress."""
 
 FREED = -1
-"""Replaces a block id in a table when the block is behind the sliding window of later queries."""
+"""Entry of a block table in place of a block behind the sliding window of all later queries."""
 
 
 class Hit(NamedTuple):
-    """The cached prefix of ``seq`` in ``manager``, valid until that changes its ``version``."""
+    """The cached prefix of ``seq`` in ``manager``.  Valid while the manager is unchanged."""
 
     blocks: Items[int] = ()
     num_tokens: int = 0
-    """Tokens whose K/V are in ``blocks``."""
+    """Number of tokens whose K/V are in ``blocks``."""
     match: Any = None
-    """Private to the design."""
+    """Data of the design, which callers do not use."""
     version: int = 0
     seq: Sequence | None = None
     manager: CacheManager | None = None
@@ -154,7 +154,7 @@ NOTHING = Hit()
 
 @dataclass(slots=True, eq=False)
 class Table:
-    """The blocks of a sequence in the order of its tokens; ``seq`` counts the stored tokens."""
+    """The blocks of ``seq`` in token order.  ``seq.num_computed_tokens`` tokens are stored."""
 
     seq: Sequence
     blocks: MutableSequence[int] = field(default_factory=list)
@@ -165,7 +165,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheOptions:
-    """The options that all designs share; ``make_manager`` describes them."""
+    """Options of all designs.  ``make_manager`` describes them."""
 
     num_blocks: int
     block_size: int
@@ -175,7 +175,7 @@ class CacheOptions:
 
 
 def _not_offered(feature: str) -> Callable[..., Any]:
-    """The method ``feature`` of a design without it."""
+    """Make the method ``feature`` for a design that does not offer it."""
 
     def refuse(self: CacheManager, *_arguments: Any) -> Any:
         raise UnsupportedByDesign(self.name, feature)
@@ -186,40 +186,40 @@ def _not_offered(feature: str) -> Callable[..., Any]:
 class CacheManager(abc.ABC):
     """Maps the tokens of sequences to the blocks ``0 .. num_blocks - 1`` of ``block_size`` tokens.
 
-    Sequences are identified by ``seq_id``.  ``allocate`` of a sequence that holds blocks, and any
-    other call about one that holds none, raise ValueError.  A call that the design does not offer,
-    see the class attributes ``can_...``, raises UnsupportedByDesign.
+    Sequences are identified by ``seq_id``.  ``allocate`` raises ValueError if the sequence already
+    holds blocks; the other calls raise ValueError if it holds none.  Calls that the design does not
+    offer raise UnsupportedByDesign: see the class attributes ``can_...``.
 
     A design defines ``_extend``, ``_release`` and ``num_free_blocks``.  With ``prefix_caching`` it
-    also defines ``_match``, ``_num_idle`` and ``_begin``, with ``can_fork`` ``_share``, with
-    ``can_reset`` ``_forget``, with ``can_swap`` the swap calls.  docs/deviations.md lists where the
-    designs differ from the systems that they reproduce.
+    also defines ``_match``, ``_num_idle`` and ``_begin``; with ``can_fork``, ``_share``; with
+    ``can_reset``, ``_forget``; with ``can_swap``, the swap calls.  docs/deviations.md lists the
+    differences between the designs and the systems that they reproduce.
 
-    Raises ValueError for bad options and for a digest below 128 bits, and UnsupportedByDesign for a
-    policy or a hash algorithm that the design does not use.
+    Raises ValueError for bad options and for a digest below 128 bits.  Raises UnsupportedByDesign
+    for a policy or a hash algorithm that the design does not use.
     """
 
     name: str = ""
-    """Registry name, as in ``make_manager(name)``."""
+    """Name of the design in ``make_manager(name)``."""
     prefix_caching: bool = True
-    """Whether the design shares equal prefixes, and so takes a policy."""
+    """Whether the design shares equal prefixes and accepts an eviction policy."""
     own_hash: str = ""
-    """The hash algorithm used for the default ``"xxh3_128"``.  Empty if no block is hashed."""
+    """Hash algorithm that replaces the default ``"xxh3_128"``.  Empty if no block is hashed."""
     compares_tokens: bool = False
-    """Whether a hit compares tokens, so that a digest may have less than 128 bits."""
+    """Whether a hit compares tokens.  If so, a digest may have fewer than 128 bits."""
     can_chunk: bool = True
-    """Whether a prompt can get its slots over several calls."""
+    """Whether a prompt can get its slots in several calls."""
     can_fork: bool = False
     """Whether ``fork`` lets two sequences share the blocks of their common prefix."""
     can_swap: bool = False
-    """Whether the design has host blocks of its own and moves sequences there."""
+    """Whether the design owns host blocks and can move sequences to them."""
     can_look_ahead: bool = False
-    """Whether a call can also give slots to draft tokens, ``num_lookahead_tokens``."""
+    """Whether a call can also give slots to draft tokens (``num_lookahead_tokens``)."""
     can_reset: bool = False
-    """Whether cached content can be dropped."""
+    """Whether ``reset_prefix_cache`` can drop the cached content."""
 
     clock: Callable[[], float] | None = None
-    """Returns the time for policies, in seconds; an engine sets it.  None: time is unknown."""
+    """Returns the time in seconds for policies.  An engine sets it.  None: the time is unknown."""
 
     interruption: str
     """The error that interrupted a change; empty while the state is consistent."""
@@ -230,9 +230,9 @@ class CacheManager(abc.ABC):
     _table_class: ClassVar[type[Table]] = Table
 
     _share: Callable[[Any, Any], None]
-    """Gives a new table, the second, the stored blocks of the first."""
+    """Adds the stored blocks of the first table to the second, new table."""
     _forget: Callable[[], None]
-    """Drops all cached content; no block is in use."""
+    """Drops all cached content.  No block is in use."""
 
     swap_out, can_swap_out = _not_offered("swap_out"), _not_offered("can_swap_out")
     swap_in, can_swap_in = _not_offered("swap_in"), _not_offered("can_swap_in")
@@ -258,9 +258,9 @@ class CacheManager(abc.ABC):
                     f"a digest of 128 bits or more; choose from {', '.join(strong)}"
                 )
         self._tables: dict[Hashable, Any] = {}  # of _table_class
-        self._preempted: set[Hashable] = set()  # ids of sequences that are to resume
+        self._preempted: set[Hashable] = set()  # ids of sequences that will resume
         self._counts = dict.fromkeys(CacheStats.__dataclass_fields__, 0)
-        self._version = 0  # rises when hits become stale
+        self._version = 0  # a change makes earlier hits stale
         self.interruption = ""
         self._change = _Change(self)
 
@@ -271,15 +271,15 @@ class CacheManager(abc.ABC):
         )
 
     def on_queued(self, position: tuple[int, ...], seq: Sequence | None = None) -> None:  # noqa: B027
-        """Tell the policy that ``seq`` waits at queue ``position``.  None: it left the queue.
+        """Tell the policy that ``seq`` waits at ``position``.  None: it has left the queue.
 
-        Only designs with a block pool do so, and only if the policy defines ``on_queued``.
+        Only designs with a block pool tell the policy, and only if it defines ``on_queued``.
         """
 
     def find(self, seq: Sequence, limit: int | None = None) -> Hit:
-        """The cached prefix of ``seq``, at most ``limit`` blocks.  Changes nothing.
+        """Look up the cached prefix of ``seq``, up to ``limit`` blocks.  Changes nothing.
 
-        At least one token is left to compute.
+        The prefix always leaves at least one token of ``seq`` to compute.
         """
         self._check_usable()
         if not self.enable_prefix_caching:
@@ -296,21 +296,21 @@ class CacheManager(abc.ABC):
         return (len(seq.token_ids) - 1) // self.block_size
 
     def get_computed_blocks(self, seq: Sequence) -> tuple[list[int], int]:
-        """The cached blocks of the prefix of ``seq``, and the number of their tokens."""
+        """Return the blocks of the cached prefix of ``seq`` and the prefix's number of tokens."""
         hit = self.find(seq)
         return list(hit.blocks), hit.num_tokens
 
     def can_allocate(self, seq: Sequence, hit: Hit | None = None) -> AllocStatus:
         """Whether ``allocate(seq)`` would succeed now.  Changes nothing.
 
-        ``hit`` is the result of ``find``.  If it is None or stale the prefix is looked up again.
+        ``hit`` is the result of ``find``.  If it is None or stale, the prefix is looked up again.
         """
         self._check_usable()
         needed = -(-len(seq.token_ids) // self.block_size)
         if needed > self.num_blocks:
             return AllocStatus.NEVER
         free = self.num_free_blocks
-        if needed > free:  # unless other sequences use the cached part of the prefix already
+        if needed > free:  # cached blocks in use by others need no free block
             wanted = (seq, self._version, self)
             if hit is None or (hit.num_tokens and (hit.seq, hit.version, hit.manager) != wanted):
                 hit = self.find(seq)
@@ -320,11 +320,11 @@ class CacheManager(abc.ABC):
     def admit(self, seq: Sequence, hit: Hit, end: int, num_lookahead_tokens: int = 0) -> Copies:
         """Start ``seq`` with the cached prefix ``hit`` and give slots to its tokens before ``end``.
 
-        ``num_lookahead_tokens``: see ``allocate_slots``.  Returns the copies to make before K/V of
-        the tokens from ``hit.num_tokens`` on are written.  There is at least one such token.  Sets
-        ``seq.num_cached_tokens`` and ``seq.num_computed_tokens``.  Raises OutOfBlocks, and
-        ValueError for an ``end`` out of range and for a hit that was found for another sequence, in
-        another manager or before the manager changed.
+        ``end`` is above ``hit.num_tokens``.  ``num_lookahead_tokens``: see ``allocate_slots``.
+        Returns the copies to make before K/V of the new tokens are written.  Sets
+        ``seq.num_cached_tokens`` and ``seq.num_computed_tokens``.  Raises OutOfBlocks.  Raises
+        ValueError if ``end`` is out of range, or if the hit is for another sequence, from another
+        manager, or older than the manager's last change.
         """
         if seq.seq_id in self._tables:
             raise ValueError(f"sequence {seq.seq_id!r} holds blocks already; free it first")
@@ -354,7 +354,7 @@ class CacheManager(abc.ABC):
         return copies
 
     def allocate(self, seq: Sequence) -> int:
-        """``admit`` all tokens of ``seq``; returns the number of cached ones."""
+        """Find and ``admit`` all of ``seq``.  Returns its number of cached tokens."""
         hit = self.find(seq)
         self.admit(seq, hit, len(seq.token_ids))
         return hit.num_tokens
@@ -362,9 +362,9 @@ class CacheManager(abc.ABC):
     def append(
         self, seq: Sequence, end: int | None = None, num_lookahead_tokens: int = 0
     ) -> Copies:
-        """Give slots to the tokens of ``seq`` that have none, or only to those before ``end``.
+        """Give slots to all tokens of ``seq`` before ``end`` that have no slot.  None: to the end.
 
-        There must be at least one.  Returns and raises as ``allocate_slots`` does.
+        At least one token must lack a slot.  Returns and raises as ``allocate_slots`` does.
         """
         table = self._tables.get(seq.seq_id)
         if table is None or self.interruption or table.is_swapped_out:
@@ -405,16 +405,16 @@ class CacheManager(abc.ABC):
     ) -> Copies:
         """Give slots to the next ``num_new_tokens`` tokens of ``seq``.
 
-        A new sequence starts with ``computed_blocks``, from ``get_computed_blocks``.
+        A new sequence starts with ``computed_blocks``, the result of ``get_computed_blocks``.
 
-        ``num_lookahead_tokens`` drafts, which are not among the tokens of ``seq``, get the slots
-        behind them, as in vLLM v1.  Their blocks cannot be found.  Append the drafts that are
-        accepted; the next call counts them.  The slots of rejected drafts are written again.
+        As in vLLM v1, the next ``num_lookahead_tokens`` slots are for draft tokens, which are not
+        in ``seq`` yet.  Blocks of drafts cannot be found.  Append the accepted drafts to ``seq``: the
+        next call counts them as new tokens.  Slots of rejected drafts are written again.
 
         Returns the (src, dst) blocks to copy before K/V of the tokens are written.  Sets
-        ``seq.num_computed_tokens``.  Raises OutOfBlocks, UnsupportedByDesign for lookahead tokens
-        of a design but ``vllm_v1``, and ValueError for a number out of range and for blocks that do
-        not hold the prefix.
+        ``seq.num_computed_tokens``.  Raises OutOfBlocks.  Raises UnsupportedByDesign for lookahead
+        tokens unless the design is ``vllm_v1``.  Raises ValueError for a number out of range and
+        for blocks that do not hold the prefix.
         """
         count = as_int("num_new_tokens", num_new_tokens)
         table = self._tables.get(seq.seq_id)
@@ -440,8 +440,8 @@ class CacheManager(abc.ABC):
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let ``child`` share the blocks of all tokens that ``parent`` has stored.
 
-        ``child`` must begin with these tokens.  Takes no block.  The first sequence that writes to
-        a shared, partly filled block gets a copy of it.  Sets the counters of ``child``.
+        ``child`` must begin with these tokens.  Takes no block.  When a sequence writes to a
+        shared, partly filled block, it gets a copy of the block.  Sets the counters of ``child``.
         """
         if not self.can_fork:
             raise UnsupportedByDesign(self.name, "fork")
@@ -466,9 +466,9 @@ class CacheManager(abc.ABC):
             child.table_version += 1
 
     def free(self, seq: Sequence, is_finished: bool = True) -> None:
-        """Take back the blocks of ``seq``, which is finished or, if not, preempted.
+        """Take back the blocks of ``seq`` and set its counters to 0.
 
-        Sets its counters to 0.
+        ``is_finished``: True if it is finished, False if it is preempted.
         """
         table = self._table_of(seq)
         hints = table.seq.hints if is_finished else ()
@@ -486,20 +486,20 @@ class CacheManager(abc.ABC):
                 freed.table_version += 1
 
     def drop(self, seq: Sequence) -> None:
-        """Forget that ``seq``, which was preempted and holds no blocks, is to resume."""
+        """Forget the preempted sequence ``seq``, which will not resume."""
         self._preempted.discard(seq.seq_id)
 
     def block_table(self, seq: Sequence) -> list[int]:
-        """The block ids of ``seq`` in the order of its tokens; a copy.
+        """Return a copy of the block ids of ``seq``, in the order of its tokens.
 
         FREED replaces blocks behind a sliding window.
         """
         return list(self._table_of(seq).blocks)
 
     def reset_prefix_cache(self) -> bool:
-        """Drop all cached content, as after a change of weights.
+        """Drop all cached content, for example after the weights have changed.
 
-        Returns False, and does nothing, while sequences hold blocks.
+        While sequences hold blocks, it does nothing and returns False.
         """
         if not self.can_reset:
             raise UnsupportedByDesign(self.name, "reset_prefix_cache")
@@ -514,17 +514,17 @@ class CacheManager(abc.ABC):
     @property
     @abc.abstractmethod
     def num_free_blocks(self) -> int:
-        """Blocks that an allocation could take now."""
+        """Number of blocks that an allocation could take now."""
 
     @property
     def stats(self) -> CacheStats:
-        """A snapshot of the counters of the device blocks."""
+        """The present values of the counters.  They count device blocks only."""
         return CacheStats(**self._counts)
 
     def memory_usage(self) -> MemoryUsage:
-        """Slots of the cache by use.  O(blocks in tables).
+        """Count the slots of the cache by use.  O(blocks in tables).
 
-        Cached content without a user counts as free.
+        A cached block without a user counts as free.
         """
         filled: dict[int, int] = {}  # block in use -> filled slots; a shared block counts once
         for table in self._tables.values():
@@ -557,7 +557,7 @@ class CacheManager(abc.ABC):
             raise InterruptedChange(self.interruption)
 
     def _table_of(self, seq: Sequence) -> Any:
-        """The table of ``seq``; ValueError if it holds no blocks."""
+        """Return the table of ``seq``.  ValueError if the sequence holds no blocks."""
         self._check_usable()
         table = self._tables.get(seq.seq_id)
         if table is None:
@@ -573,7 +573,7 @@ class CacheManager(abc.ABC):
     def _notify_policy(
         self, seq: Sequence, output_tokens: float = math.nan, hints: Items[float] = ()
     ) -> None:
-        """Notify the policy which request the next calls are for."""
+        """Tell the policy which request causes the next calls."""
         if self._listener:
             time_ms = 1000 * self.clock() if self.clock else math.nan
             prompt = seq.num_prompt_tokens
@@ -582,9 +582,9 @@ class CacheManager(abc.ABC):
 
     @abc.abstractmethod
     def _extend(self, table: Any, start: int, end: int) -> Copies:
-        """Give ``table`` the blocks of its tokens before ``end``.  Tokens from ``start`` are new.
+        """Give ``table`` blocks for its tokens before ``end``.  The tokens from ``start`` are new.
 
-        Returns the copies to make before the new tokens are written.  Raises OutOfBlocks, or else
+        Returns the copies to make before the new tokens are written.  Either raises OutOfBlocks or
         sets ``interruption`` to MIDDLE before it takes a block.
         """
 
@@ -593,25 +593,25 @@ class CacheManager(abc.ABC):
         """Take back the blocks of ``table``."""
 
     def _begin(self, table: Any, hit: Hit, end: int) -> Copies:
-        """Give the new ``table`` the blocks of ``hit``, then extend it to ``end`` tokens."""
+        """Add the blocks of ``hit`` to the new ``table``, then extend it to ``end`` tokens."""
         return self._extend(table, 0, end)
 
     def _match(self, seq: Sequence, limit: int) -> tuple[Items[int], Any]:
-        """The longest cached prefix of ``seq`` of at most ``limit`` blocks, and ``Hit.match``."""
+        """Return the longest cached prefix of ``seq`` up to ``limit`` blocks, and ``Hit.match``."""
         return (), None
 
     def _num_idle(self, hit: Hit) -> int:
-        """Number of blocks of ``hit`` without a user, which count as free."""
+        """Number of blocks of ``hit`` that have no user and so count as free."""
         return 0
 
     def _num_needed(self, table: Any, end: int) -> int:
-        """Free blocks that ``_extend`` takes to store the tokens of ``table`` before ``end``."""
+        """Number of free blocks that ``_extend(table, ..., end)`` takes."""
         position, offset = divmod(table.seq.num_computed_tokens, self.block_size)
         copied = offset > 0 and self._is_shared(table.blocks[position])
         return max(0, self._num_blocks_for(end) - len(table.blocks)) + copied
 
     def _is_shared(self, block: int) -> bool:
-        """Whether several tables hold ``block``, so that a new token needs a copy of it."""
+        """Whether several tables hold ``block``.  If so, a new token needs a copy of the block."""
         return False
 
     def _num_blocks_for(self, num_slots: int) -> int:

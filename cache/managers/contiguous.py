@@ -1,4 +1,4 @@
-"""Systems before paging: one contiguous reservation per sequence."""
+"""One contiguous reservation per sequence, as in systems before paging."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,28 +33,28 @@ class _Run(Table):
 class Contiguous(CacheManager):
     """One reservation per sequence, placed by a buddy allocator.
 
-    The three baselines of the PagedAttention paper (Kwon et al., SOSP 2023, section 6.1), which
-    represent Orca and FasterTransformer:
+    The values of ``reservation`` are the three baselines of the PagedAttention paper (Kwon et al.,
+    SOSP 2023, section 6.1).  They represent Orca and FasterTransformer:
 
     * ``reservation="max"``: ``max_model_len`` slots for every sequence.
     * ``"pow2"``: the prompt and the output rounded up to a power of two (25 output tokens reserve
       32 slots).
-    * ``"oracle"``: exactly the final length, which a real system cannot have.
+    * ``"oracle"``: exactly the final length, which a real system does not know.
 
-    As in the paper a buddy allocator places the reservations, so each takes a power of two of
-    blocks.  Blocks beyond a reservation are external fragmentation, and so are free blocks in runs
-    that are too short.  Tables are ranges of blocks, so paged kernels can read them.
-    ``block_size=1`` reserves single slots.
+    As in the paper, a buddy allocator places the reservations, so each run has a power of two of
+    blocks.  External fragmentation counts the blocks of a run beyond the reservation, and the free
+    blocks if no free run is long enough.  A block table is a range of adjacent blocks, so paged
+    kernels can read it.  ``block_size=1`` reserves single slots.
 
     Args:
-        max_model_len: maximum length of a sequence, in tokens; by default the longest run's.
-        final_length: returns the number of tokens that a sequence will have in the end; required by
-            ``"oracle"``.  With it ``"pow2"`` reserves once, as in the paper.  Without it ``"pow2"``
-            rounds up the tokens generated so far.  A reservation that has become too small moves,
-            and ``append`` returns the copies.  ``"max"`` uses it for ``memory_usage`` only.
+        max_model_len: maximum length of a sequence, in tokens; by default the longest run's slots.
+        final_length: function that returns the final number of tokens of a sequence.  ``"oracle"``
+            needs it.  With it, ``"pow2"`` reserves once, as in the paper.  Without it, ``"pow2"``
+            rounds up the tokens generated so far; a reservation that has become too small moves,
+            and ``append`` returns the copies.  ``"max"`` uses it only for ``memory_usage``.
 
-    Sequences longer than ``max_model_len`` or their ``final_length`` raise ValueError, except that
-    ``can_allocate`` returns NEVER.  Neither prefixes nor forks are shared.
+    A sequence longer than ``max_model_len`` or its ``final_length`` raises ValueError, but
+    ``can_allocate`` returns NEVER.  The design shares neither prefixes nor forks.
     """
 
     name = "contiguous"
@@ -107,11 +107,11 @@ class Contiguous(CacheManager):
         return needed <= max(self._run_length(run.num_reserved), self._buddy.longest_run)
 
     def memory_usage(self, waiting: Sequence | None = None) -> MemoryUsage:
-        """Slots of the cache by use.
+        """Count the slots of the cache by use.
 
-        Without ``final_length`` all unwritten slots of a reservation count as reserved.  Free slots
-        are externally fragmented if they are enough for the reservation of ``waiting`` (by default
-        of ``max_model_len`` tokens), but not in one run.
+        Without ``final_length`` all unwritten slots of a reservation count as reserved.  The free
+        slots count as external fragmentation if the reservation of ``waiting`` (by default of
+        ``max_model_len`` tokens) would fit into all of them, but not into one run.
         """
         length = self.max_model_len if waiting is None else self._reservation(waiting)[0]
         free = self._buddy.num_free
@@ -131,7 +131,7 @@ class Contiguous(CacheManager):
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks outside all reservations; an allocation needs them in one run."""
+        """Number of blocks outside all runs.  An allocation needs adjacent free blocks."""
         return self._buddy.num_free
 
     def check_invariants(self) -> None:
@@ -161,7 +161,7 @@ class Contiguous(CacheManager):
         self._buddy.free(run.start)
 
     def _reserve(self, run: _Run) -> Copies:
-        """Give ``run`` the reservation that its sequence needs; returns the copies if it moves."""
+        """Give ``run`` the reservation that its sequence needs.  Returns copies if it moves."""
         reserved, expected = self._reservation(run.seq)
         before = self._run_length(run.num_reserved) if run.num_reserved else 0
         num_blocks = self._run_length(reserved)
@@ -180,7 +180,7 @@ class Contiguous(CacheManager):
         return copies
 
     def _reservation(self, seq: Sequence) -> tuple[int, int]:
-        """(slots to reserve for ``seq``, slots that it is expected to use in the end).
+        """Return (slots to reserve for ``seq``, slots that it is expected to use in the end).
 
         Raises ValueError for a sequence that is too long.
         """
@@ -201,5 +201,5 @@ class Contiguous(CacheManager):
         return reserved, min(final, reserved)
 
     def _run_length(self, num_slots: int) -> int:
-        """Length of the run for a reservation of ``num_slots``."""
+        """Number of blocks of the run for a reservation of ``num_slots`` slots."""
         return self._buddy.run_length(-(-num_slots // self.block_size))

@@ -15,18 +15,18 @@ from cache.policies.lru import LRU
 
 @dataclass(slots=True, eq=False)
 class _Content:
-    """The tokens and extra keys of a full block, linked to the content of the block before it."""
+    """Tokens and extra keys of a full block.  ``parent`` is the content of the block before it."""
 
     token_ids: array
     extra_keys: list[ExtraKey]
     parent: _Content | None
 
     def __getstate__(self) -> tuple[None, dict]:
-        """Without the parent, which the manager restores: a copy would recurse along a prompt."""
+        """Leave out ``parent``, so that pickling does not recurse; the manager restores it."""
         return None, {"token_ids": self.token_ids, "extra_keys": self.extra_keys}
 
     def equals(self, other: _Content) -> bool:
-        """Whether both have equal tokens and keys, and so do all blocks before them."""
+        """Whether the tokens and keys of both blocks and of all blocks before them are equal."""
         mine: _Content | None = self
         its: _Content | None = other
         while mine is not its:
@@ -35,26 +35,26 @@ class _Content:
             if mine.token_ids != its.token_ids or mine.extra_keys != its.extra_keys:
                 return False
             mine, its = mine.parent, its.parent
-        self.parent = other.parent  # the next comparison ends there
+        self.parent = other.parent  # the next comparison stops here
         return True
 
 
 class NanoVLLM(PooledManager):
     """Prefix caching as in the ``BlockManager`` of Nano-vLLM (GeeeekExplorer).
 
-    * Free block ids wait in a deque: taken from its front, returned to its end, the last block of a
-      sequence first.  A cached block keeps its content until it is taken.
+    * Free block ids wait in a deque.  They are taken from the front and returned to the end, the
+      last block of a sequence first.  A cached block keeps its content until it is taken.
     * Full blocks are found by chained 64-bit hashes (xxh64).  The tokens of every hit are compared,
-      and the first block that differs ends the cached prefix.
+      and the cached prefix ends before the first block that differs.
     * The last block of a sequence is never taken from the cache, so one token is left to compute.
-    * A sequence gets the blocks of all its tokens at once, even if its prompt is computed in
-      chunks; blocks can be found chunk by chunk.  After that it needs another block only when
-      ``num_tokens % block_size == 1`` (with block_size 1: always).
+    * A sequence gets blocks for all its tokens at once, even if its prompt is computed in chunks.
+      The blocks of a chunk can be found once the chunk has slots.  Later the sequence needs a new
+      block only when ``num_tokens % block_size == 1`` (with block_size 1: always).
 
-    docs/deviations.md lists the differences from the original, which hands out the same tables.
+    The original hands out the same block tables; docs/deviations.md lists the differences.
 
-    ``policy`` orders the free blocks in place of the deque, whose order is ``"lru"``.  With another
-    policy, blocks without findable content are taken first.  No fork, swap or reset.
+    ``policy`` orders the free blocks in place of the deque.  ``"lru"`` is the deque's order.  With
+    any other policy, blocks without cached content are taken first.  No fork, swap or reset.
     """
 
     name = "nano_vllm"
@@ -64,7 +64,7 @@ class NanoVLLM(PooledManager):
     def __init__(self, options: CacheOptions) -> None:
         super().__init__(options)
         self.pool.queue_uncached = isinstance(self.pool.policy, LRU)
-        self._contents: list[_Content | None] = [None] * self.num_blocks  # when last hashed
+        self._contents: list[_Content | None] = [None] * self.num_blocks  # by block
 
     def __getstate__(self) -> tuple[dict, dict]:
         parents: dict[_Content, _Content | None] = {}
@@ -100,8 +100,8 @@ class NanoVLLM(PooledManager):
 
     def _num_blocks_of(self, table: PooledTable, start: int, end: int) -> int:
         if start and end <= -(-start // self.block_size) * self.block_size:
-            return 0  # its last block has room
-        return -(-len(table.seq.token_ids) // self.block_size)  # for all tokens at once
+            return 0  # the last block has room
+        return -(-len(table.seq.token_ids) // self.block_size)  # blocks for all tokens at once
 
     def _extend(self, table: PooledTable, start: int, end: int) -> Copies:
         self._fill(table, self._num_blocks_of(table, start, end), end)

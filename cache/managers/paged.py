@@ -1,4 +1,4 @@
-"""Plain paging: the cache manager of paged-attention-minimal."""
+"""Paging without prefix caching: the cache manager of paged-attention-minimal."""
 
 from collections import Counter
 from itertools import chain
@@ -11,13 +11,13 @@ from cache.managers.base import MIDDLE, CacheManager, CacheOptions, Copies, Tabl
 
 
 class Paged(CacheManager):
-    """A set of free blocks and a table of (block, filled) per sequence: no sharing, no reuse.
+    """Free blocks and one block table per sequence.  Blocks are neither shared nor cached.
 
     The design of paged-attention-minimal (tspeterkim).  Only the last block of a sequence wastes
-    memory.  docs/deviations.md lists the differences.
+    memory.  docs/deviations.md lists the differences from the original.
 
-    ``bytes_per_slot`` is the size of one token's K and V in all layers, see ``cache.sizing``.  With
-    the default 1, ``fragmented_bytes`` counts slots.
+    ``bytes_per_slot``: bytes of one token's K and V in all layers, see ``cache.sizing``.  With the
+    default 1, ``fragmented_bytes`` counts slots.
     """
 
     name = "paged"
@@ -29,18 +29,18 @@ class Paged(CacheManager):
         self._free = list(range(self.num_blocks))
 
     def filled_block_table(self, seq: Sequence) -> list[tuple[int, int]]:
-        """(block, number of filled slots) of ``seq`` in the order of its tokens."""
+        """Return (block, number of filled slots) for each block of ``seq``, in token order."""
         blocks = self.block_table(seq)
         filled = [self.block_size] * len(blocks)
         filled[-1] -= len(blocks) * self.block_size - self._table_of(seq).seq.num_computed_tokens
         return list(zip(blocks, filled, strict=True))
 
     def fragmented_bytes(self) -> int:
-        """Bytes of the unfilled slots in the last blocks of all sequences."""
+        """Number of bytes of the unfilled slots in the last blocks of all sequences."""
         return self.memory_usage().internal * self.bytes_per_slot
 
     def memory_usage(self) -> MemoryUsage:
-        """Slots of the cache by use.  O(sequences)."""
+        """Count the slots of the cache by use.  O(sequences)."""
         used = sum(table.seq.num_computed_tokens for table in self._tables.values())
         free = len(self._free) * self.block_size
         unfilled = self.num_blocks * self.block_size - free - used

@@ -1,4 +1,4 @@
-"""The code shared by designs that find blocks by their hashes in a :class:`BlockPool`."""
+"""Code of the designs that use a :class:`BlockPool` to find blocks by hash."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -17,15 +17,15 @@ class PooledTable(Table):
     """The blocks of one sequence."""
 
     blocks: list[int] = field(default_factory=list)
-    num_cached_blocks: int = 0  # leading blocks that can be found by their hash
-    num_given_back: int = 0  # leading blocks that are FREED
+    num_cached_blocks: int = 0  # number of leading blocks that can be found
+    num_given_back: int = 0  # number of leading blocks that are FREED
 
 
 class PooledManager(CacheManager):
-    """Tables only grow, and full blocks can be found once they have their slots.
+    """Tables only grow, and a full block can be found once all its tokens have slots.
 
     Attributes:
-        pool: the blocks; its policy chooses among blocks without a user.
+        pool: the blocks.  The pool's policy chooses which block without a user is taken.
     """
 
     _table_class = PooledTable
@@ -59,7 +59,7 @@ class PooledManager(CacheManager):
             held = [block_hashes[block] for block in table.blocks[first:]]
             expected = hashes[:num_cached] + [None] * (len(table.blocks) - num_cached)
             num_full = min(stored // self.block_size, len(hashes))
-            # A last token that was unknown in the last call is hashed in the next one.
+            # If the last token was unknown, the next call hashes its block.
             num_late = int(stored % self.block_size == 0)
             if not self.enable_prefix_caching:
                 num_full = num_late = 0
@@ -73,7 +73,7 @@ class PooledManager(CacheManager):
         return self.pool.num_revived([block for block in hit.blocks if block != FREED])
 
     def _begin(self, table: PooledTable, hit: Hit, end: int) -> Copies:
-        num_hits, num_given_back = len(hit.blocks), hit.blocks.count(FREED)  # these come first
+        num_hits, num_given_back = len(hit.blocks), hit.blocks.count(FREED)  # FREED come first
         held = hit.blocks[num_given_back:]
         needed = self._num_blocks_of(table, 0, end + table.num_lookahead_tokens)
         needed -= num_hits - self.pool.num_revived(held)
@@ -91,13 +91,13 @@ class PooledManager(CacheManager):
         return self._extend(table, hit.num_tokens, end)
 
     def _num_blocks_of(self, table: PooledTable, start: int, end: int) -> int:
-        """Blocks that ``table`` needs once its tokens from ``start`` to ``end`` have slots."""
+        """Length that ``table`` needs to give slots to the tokens from ``start`` to ``end``."""
         return -(-end // self.block_size)
 
     def _fill(self, table: PooledTable, num_blocks: int, end: int) -> None:
-        """Extend ``table`` to at least ``num_blocks`` blocks and cache full ones before ``end``.
+        """Extend ``table`` to at least ``num_blocks`` blocks and index full blocks before ``end``.
 
-        A block with an unknown token is not cached yet.
+        A block with an unknown token is not indexed yet.
         """
         first = last = table.num_cached_blocks
         hashes: list[bytes] = []
@@ -115,7 +115,7 @@ class PooledManager(CacheManager):
             table.num_cached_blocks = last
 
     def _stored(self, seq: Sequence, hashes: list[bytes], first: int, last: int) -> BlockStored:
-        """The event that blocks ``first`` to ``last - 1`` of ``seq`` can be found."""
+        """Make the event that blocks ``first`` to ``last - 1`` of ``seq`` can be found."""
         size = self.block_size
         return BlockStored(
             hashes[first:last],
