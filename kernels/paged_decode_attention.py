@@ -1,21 +1,21 @@
 """Attention of one new token per sequence over a paged KV cache.
 
-Decode reads every cached key and value once and computes little with them, so it is bound by
-memory. The query heads that share a KV head (GQA) are packed into the rows of one tile and share
-its loads. The tokens of a sequence are divided into chunks (flash-decoding), and a second kernel
-merges their partial states (split_states.py).
+Decode reads every cached key and value once and computes little per byte, so it is memory-bound.
+The query heads that share a KV head (GQA) are the rows of one tile and share its loads. The tokens
+of a sequence are divided into chunks (flash-decoding), and a second kernel merges the chunks'
+partial states (split_states.py).
 
-The grid is persistent: programs take work items (chunk x KV head) round-robin, and each finds its
+The grid is persistent: programs take work items (chunk x KV head) round-robin. A program finds its
 next item by scanning the context lengths. So no program idles because of one long sequence among
-short ones, or because of padding in a captured graph. The chunks of a sequence depend on its own
-length only (`kernels.tiles.Chunking`), and its result is bitwise the same in any batch.
+short ones, or because of padding in a captured graph. The chunks of a sequence depend only on its
+length (`kernels.tiles.Chunking`), so its result is bitwise the same in any batch.
 
-A program processes a chunk in tiles of TILE_N tokens, whatever the block size: the block id of
-every token is looked up, or one for a tile that cannot cross the end of a block. The compiler's
-pipeliner fetches ids, keys and values some tiles ahead with asynchronous copies, the last, shorter
-tile as well: a loop of its own without copies ahead would wait twice for memory, which costs more
-than masks in every tile. Decode has one query, so a window is the token interval [context_len -
-window_size, context_len). Tiles start at its first token.
+A program processes a chunk in tiles of TILE_N tokens, whatever the block size. It looks up the
+block id of every token, or one id per tile if no tile can cross the end of a block. The compiler's
+pipeliner fetches ids, keys and values some tiles ahead with asynchronous copies. The last, shorter
+tile is in the same loop: a separate loop would wait twice for memory, which costs more than masks
+in every tile. A window is the token interval [context_len - window_size, context_len), because
+decode has one query. Tiles start at the window's first token.
 """
 
 import torch
@@ -70,7 +70,7 @@ def _later_items(
     rows, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
     HEAD_TILES: tl.constexpr, TILE_N: tl.constexpr, USE_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Number of work items of the later chunks of sequences."""
+    """Return each row's number of work items after its first chunk."""
     context_lens = tl.load(context_lens_ptr + rows, mask=rows < batch, other=0)
     first = tl.maximum(context_lens - window_size, 0) if USE_WINDOW else 0
     _, num_chunks = chunks_of(context_lens - first, min_tiles, max_chunks, TILE_N)
@@ -83,12 +83,12 @@ def _next_item(
     HEAD_TILES: tl.constexpr, TILE_N: tl.constexpr, USE_WINDOW: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Find a work item. Negative items are first chunks, of which every sequence has one, and need
-    no search. Items from 0 on are later chunks, at most `max_later`, the first of sequence `row`.
+    """Find a work item. Negative items are the sequences' first chunks and need no search. Items
+    from 0 up are later chunks, counted from the first later chunk of sequence `row`.
 
-    Returns the sequence of a later chunk, and the item counted from its own ones. The sequence is
-    at least `batch` if there are fewer items. Every warp searches 64 sequences at a time by itself,
-    without shared memory or barriers.
+    Returns a later chunk's sequence, and the item's index among that sequence's later chunks. The
+    sequence is >= `batch` if the item does not exist. max_later: upper bound of the number of later
+    items. Every warp searches 64 sequences at a time, without shared memory or barriers.
     """
     if item >= max_later:
         row = batch
@@ -113,7 +113,7 @@ def _next_item(
                 row += 64
                 searching = row < batch
         if row < batch:
-            # Halve these sequences. Constants of a cumsum would take registers everywhere.
+            # Bisect the 64 sequences. Constants of a cumsum would take registers everywhere.
             for step in tl.static_range(6):
                 lower, upper = items, items_32
                 if step > 0:
@@ -152,15 +152,15 @@ def _paged_decode_kernel(
     IS_SPLIT: tl.constexpr, PAIRED_VALUES: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: every num_programs-th work item. An item is TILE_M query heads of one KV head x
-    one chunk of one sequence.
+    """A program processes every num_programs-th work item. An item is TILE_M query heads of one KV
+    head x one chunk of one sequence.
 
-    Heads vary fastest, so that programs that read adjacent memory run at the same time.
-    IS_SPLIT: out and lse are acc and sums of split states, and the launch writes all from
-    first_state on. Otherwise every sequence has one chunk, out and lse are the results, and lse_ptr
+    Heads vary fastest between items, so programs that read adjacent memory run at the same time.
+    IS_SPLIT: out and lse are the acc and sums of split states; chunk 0 of a row is its state number
+    first_state. Otherwise every sequence has one chunk, out and lse are the results, and lse_ptr
     may be None.
     Strides of the caches are in bytes.
-    BLOCK_SIZE 0: not paged. Entry 0 of a table row is the contiguous piece with the whole sequence.
+    BLOCK_SIZE 0: not paged. Entry 0 of a table row is the contiguous piece that holds the sequence.
     PAIRED_VALUES: read the values of an fp8 cache in pairs. Even and odd elements have separate
     accumulators, joined at the end.
     """
@@ -170,7 +170,7 @@ def _paged_decode_kernel(
     PAIR: tl.constexpr = 2 if PAIRED_VALUES else 1
     M_TILES: tl.constexpr = (GROUP_SIZE + TILE_M - 1) // TILE_M
     HEAD_TILES: tl.constexpr = NUM_KV_HEADS * M_TILES
-    # Whether no tile crosses the end of a block, so that only its first row is looked up.
+    # Whether no tile crosses the end of a block. Then only a tile's first token is looked up.
     IN_ONE_PIECE: tl.constexpr = BLOCK_SIZE % TILE_N == 0 and not (BLOCK_SIZE and USE_WINDOW)
     offs_n = tl.arange(0, TILE_N)
     offs_d = tl.arange(0, HEAD_DIM_PADDED)
@@ -231,7 +231,7 @@ def _paged_decode_kernel(
             if BLOCK_SIZE:
                 ids = load_block_ids(table_ptr, slots, token_mask, BLOCK_SIZE, not IN_ONE_PIECE)
                 if TILE_N % BLOCK_SIZE == 0 and not IN_ONE_PIECE:
-                    # The same in every tile. Of a range of its own LLVM sees which ones are equal.
+                    # Equal in every tile; LLVM sees equal elements only in a new range.
                     slots = first + tl.arange(TILE_N, 2 * TILE_N)
             k_rows = row_ptrs(k_ptr, ids, slots, stride_k_block, stride_k_slot, BLOCK_SIZE)
             v_rows = row_ptrs(v_ptr, ids, slots, stride_v_block, stride_v_slot, BLOCK_SIZE)
@@ -293,7 +293,7 @@ def decode_chunking(
     window_size: int | None,
     num_splits: int | None,
 ) -> tuple[tiles.AttentionTile, tiles.Chunking, int]:
-    """The tile, how sequences are divided, and the most chunks that the tables allow."""
+    """Return the tile, the chunking, and the maximum number of chunks that the tables allow."""
     num_q_heads, head_dim = q.shape[1:]
     num_kv_heads = k_cache.shape[2]
     group_size, target = num_q_heads // num_kv_heads, tiles.target_of(q.device)
@@ -319,9 +319,9 @@ def launch_decode(
     """Launch the kernel on checked arguments of `paged_decode_attention`. Further arguments:
 
     paged: False if the keys of a sequence are contiguous. The caches are then (num_pieces, slots,
-        num_kv_heads, head_dim), and block_tables, (batch, 1), has the piece of each sequence.
-    states, first_state: split states to merge, of which this kernel writes the entries from
-        first_state on.
+        num_kv_heads, head_dim), and block_tables is (batch, 1), the piece of each sequence.
+    states, first_state: split states to merge. This kernel writes a row's states first_state,
+        first_state + 1, ...
     """
     batch, num_q_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
@@ -374,42 +374,41 @@ def paged_decode_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention of one query token per sequence over its paged KV cache.
 
-    The decode step of PagedAttention (Kwon et al., 2023), computed as flash-decoding (Dao et al.,
-    2023). The query of a sequence is its last token, position context_len - 1, whose key and value
-    are already in the cache.
+    This is the decode step of PagedAttention (Kwon et al., 2023), computed by flash-decoding (Dao
+    et al., 2023). A sequence's query is its last token, at position context_len - 1. The key and
+    value of this token are already in the cache.
 
     Args:
         q: (batch, num_q_heads, head_dim), fp16, bf16 or fp32; head_dim 16 to 256.
         k_cache, v_cache: (num_blocks, block_size, num_kv_heads, head_dim) in q's dtype or fp8 e4m3,
             any strides but a contiguous last dimension. num_q_heads is a multiple of num_kv_heads.
-        block_tables: (batch, max_blocks) int32. Entries past a sequence's last block, and those
-            before its window, are never read.
-        context_lens: (batch,) int32, tokens per sequence including the current one.
-        scale: of the scores; head_dim ** -0.5 if None.
-        window_size: tokens the query sees, itself included. None: all of them.
-        softcap: scores become softcap * tanh(score / softcap); 0 for none.
-        alibi_slopes: (num_q_heads,) or (batch, num_q_heads) fp32; adds -slope * distance.
+        block_tables: (batch, max_blocks) int32. Entries past a sequence's last block or before its
+            window are never read.
+        context_lens: (batch,) int32, tokens per sequence including the current token.
+        scale: factor of the scores. None: head_dim ** -0.5.
+        window_size: number of tokens that the query sees, including itself. None: all tokens.
+        softcap: scores become softcap * tanh(score / softcap). 0: no softcap.
+        alibi_slopes: (num_q_heads,) or (batch, num_q_heads) fp32; adds -slope * distance to scores.
         sinks: (num_q_heads,) logits that join the softmax denominator but carry no value (gpt-oss).
-        k_scale, v_scale: an fp8 cache holds keys and values divided by these: a number, or an fp32
-            tensor of one or num_kv_heads elements. None for 1.
-        num_splits: largest number of chunks that the tokens of a sequence are divided into. None
-            chooses from the sequence's own length, num_kv_heads and the tile. Either way the result
-            of a sequence is bitwise the same whatever else is in the batch and however wide its
-            table is.
+        k_scale, v_scale: an fp8 cache holds key / k_scale and value / v_scale. A number, or an fp32
+            tensor with one or num_kv_heads elements. None: 1.
+        num_splits: maximum number of chunks that a sequence's tokens are divided into. None chooses
+            from the sequence's length, num_kv_heads and the tile. For any num_splits, a sequence's
+            result is bitwise the same whatever else is in the batch and however wide its table is.
         out: (batch, num_q_heads, head_dim) to write to, in q's dtype or fp32; allocated if None.
         return_lse: also return the LSE.
 
     Returns:
-        The output, and with return_lse the LSE: (batch, num_q_heads) fp32, natural log, the sink
-        included. A context length of 0 gives zeros and -inf, with sinks zeros and the sink.
+        The output. With return_lse also the LSE: (batch, num_q_heads) fp32, natural log, with the
+        sink. A context length of 0 gives output 0 and LSE -inf; with sinks, LSE = sink.
 
-    Mutates only out. Launches one kernel, or two if the tables allow more than one chunk, on grids
-    that depend on shapes and the GPU alone, without host synchronisation: the call can be captured
-    in a CUDA graph and replayed with other context lengths and tables.
+    Mutates only out. Launches one kernel, or two if the tables allow more than one chunk. Grids
+    depend on shapes and the GPU alone, and the host does not synchronise. So a CUDA graph can
+    capture the call and replay it with other context lengths and tables.
 
     Raises:
-        ValueError: a shape, dtype, device, stride or option that does not fit; for tensors in host
-            memory also a table too narrow for a context length, or an invalid block id.
+        ValueError: a shape, dtype, device, stride or option does not fit. For tensors in host
+            memory also: a table is too narrow for a context length, or a block id is invalid.
     """
     sizes = _TENSORS(
         k_cache, v_cache, k_scale, v_scale, q, out, block_tables, context_lens, alibi_slopes, sinks,

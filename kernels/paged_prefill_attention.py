@@ -1,34 +1,34 @@
 """Attention of many query tokens per sequence over a paged KV cache.
 
-Handles every step that is not pure decode: a whole prompt, a prompt whose prefix is cached, a chunk
-of a prompt, proposed tokens to verify, and batches that mix these with single tokens. The queries
-of all sequences are concatenated (varlen); the queries of a sequence are its last tokens.
+The kernel handles every step that is not pure decode: whole prompts, prompts with a cached prefix,
+chunked prefill, verification of draft tokens, and batches that mix these with decodes. The queries
+of all sequences are concatenated (varlen). A sequence's queries are its last tokens.
 
 A program computes TILE_M rows of one KV head of one sequence. A row is a (query, head of the group)
-pair, row r = query r // GROUP_SIZE. So the query heads that share a KV head (GQA) share its loads
-at any group size, and a sequence with a single query leaves few rows unused. The launch has as many
-tiles of rows as total_q, batch and max_seqlen_q allow, and the sequence of a tile is looked up on
-the device. The last tiles of a sequence, which see the most keys, start first.
+pair; row r belongs to query r // GROUP_SIZE. So the query heads that share a KV head (GQA) also
+share its loads, and a sequence with one query leaves few rows unused. The number of tiles of rows
+in a launch is an upper bound from total_q, batch and max_seqlen_q. Each program looks up its tile's
+sequence on the device. The last tiles of a sequence see the most keys and start first.
 
-With t the position of a query, the keys it sees are [t - window_left, t + window_right], clipped to
-[0, context_len); causal attention is window_right = 0. Over the rows of a tile the keys fall into
+A query at position t sees keys [t - window_left, t + window_right], clipped to [0, context_len);
+causal attention is window_right = 0. For a tile of rows, keys fall into three regions:
 
     some rows see them (left edge of the window) | every row sees them | some rows see them
 
-Only the outer two regions, a tile or two each, need masks, and keys that no row sees are never
-loaded. Keys are processed in steps of TILE_N from the first visible one, whatever the block size.
-With SCORES_AHEAD the product of queries and the next keys is issued before the product of weights
-and values. Where products are asynchronous, the product of weights and values runs during the next
-softmax, as within a warp group of FlashAttention 3 (Shah et al., 2024).
+Only the outer two regions need masks; each spans a tile or two. Keys that no row sees are not
+loaded. Keys are processed in steps of TILE_N from the first visible key, whatever the block size.
+With SCORES_AHEAD, the product Q K of the next keys is issued before the product P V of these. If
+products are asynchronous, P V then runs during the next softmax, as it does within a warp group of
+FlashAttention 3 (Shah et al., 2024).
 
-With few queries behind a long cached prefix (a turn of an agent) the tiles of rows do not fill the
-GPU. Several programs can then share the keys of a tile, divided as in decode (split_states.py). The
-more tiles of rows a sequence has, the fewer chunks. All of this depends on the sequence alone, so
-its result is bitwise the same in any batch.
+If few queries follow a long cached prefix (a turn of an agent), the tiles of rows do not fill the
+GPU. Then the keys of a tile can be divided into chunks for several programs, as in decode
+(split_states.py). A sequence with more tiles of rows gets fewer chunks. The division depends on the
+sequence alone, so its result is bitwise the same in any batch.
 
-This kernel also computes the prefix part of cascade (shared_prefix_decode_attention.py). There the
-"sequence" is a group with one query per member. Each query follows a suffix of its own, so the
-windows of the rows begin at different positions, but tiles and splits do not depend on them.
+This kernel also computes the prefix part of cascade (shared_prefix_decode_attention.py). There a
+"sequence" is a group with one query per member. Each member has its own suffix, so the windows of
+the rows begin at different positions. Tiles and splits do not depend on these positions.
 """
 
 import torch
@@ -68,7 +68,7 @@ from kernels.primitives import (
 from kernels.split_states import SplitStates, chunks_of, results_of, states_of_sequence
 from kernels.torch_ops import attention_op
 
-# Wider windows than any context, small enough that adding a position stays within 32 bits.
+# A window wider than any context. Its sum with a position still fits 32 bits.
 _NO_LIMIT = 2**30
 _SEARCH_WIDTH = 256
 _TENSORS = attention_spec(
@@ -85,9 +85,9 @@ def _load_tile(
     cache, table_ptr, slots, mask, offs_d,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Load keys or values of a sequence, [slots, dims]. MASKED: 0 where not `mask`.
+    """Load keys or values of a sequence, [slots, dims]. MASKED: 0 outside `mask`.
 
-    cache: (pointer, block stride, slot stride), strides in bytes.
+    cache: (pointer, block stride, slot stride). Strides are in bytes.
     """
     cache_ptr, stride_block, stride_slot = cache
     if BLOCK_SIZE:
@@ -101,8 +101,8 @@ def _load_tile(
 
 @triton.jit
 def _products(q, k, PRECISION: tl.constexpr):
-    """Products of queries and keys, [TILE_M, TILE_N]. k: in the dtype of the cache."""
-    keys = from_cache(k, q.dtype, k.shape[1] <= 128)  # wider ones would spill in loops on sm_80
+    """Return Q K^T, [TILE_M, TILE_N]. k has the dtype of the cache."""
+    keys = from_cache(k, q.dtype, k.shape[1] <= 128)  # a wider k would spill in loops on sm_80
     return dot(q, tl.trans(keys), None, PRECISION)
 
 
@@ -134,17 +134,17 @@ def _paged_prefill_kernel(
     """One program: TILE_M rows of one KV head of one sequence x one chunk of the keys they see.
 
     Grid (tiles, NUM_KV_HEADS, chunks).
-    IS_SPLIT: out and lse are acc and sums of split states, see `states_of_sequence`. Otherwise
+    IS_SPLIT: out and lse are the acc and sums of split states, see `states_of_sequence`. Otherwise
     there is one chunk, out and lse are the results, and lse_ptr may be None.
     min_tiles, max_chunks, chunk_queries: how the keys are divided, see `kernels.tiles.Chunking`.
-    SEARCH_WIDTH 0: every sequence has tiles_per_seq tiles, with split keys of its own as many pairs
-    of a chunk and a tile (the grid then has one chunk). Otherwise the owner of a tile is looked up.
+    SEARCH_WIDTH 0: every sequence gets tiles_per_seq programs per KV head: one per tile or, if
+    IS_SPLIT without suffix_lens, one per (chunk, tile) pair. Otherwise sequences are searched.
     Strides of the caches are in bytes.
-    BLOCK_SIZE 0: not paged. Entry 0 of a table row is the contiguous piece with the whole sequence;
-    without tables all sequences are in piece 0.
-    kv_starts_ptr, if not None: slot of position 0 of each sequence, in its piece or table row.
-    suffix_lens_ptr, if not None: distance of each query from the last key (cascade). It needs
-    IS_SPLIT and no right limit, and each row has num_states states.
+    BLOCK_SIZE 0: not paged. Entry 0 of a table row is the contiguous piece that holds the sequence.
+    Without tables all sequences are in piece 0.
+    kv_starts_ptr: for each sequence, the slot of position 0 in its piece or table row, or None (0).
+    suffix_lens_ptr: distance of each query from the last key (cascade), or None. Cascade needs
+    IS_SPLIT and no right limit; each row has num_states states.
     """
     await_launches_before(PDL)
     IS_PREFIX: tl.constexpr = suffix_lens_ptr is not None
@@ -332,13 +332,13 @@ def _paged_prefill_kernel(
 def count_tiles(
     total_q: int, batch: int, max_seqlen_q: int, group_size: int, tile_m: int
 ) -> tuple[int, int]:
-    """Tiles of rows per KV head: of the launch, and of one sequence."""
+    """Return the tiles of rows per KV head: total in the launch, and maximum per sequence."""
     tiles_per_seq = tiles.cdiv(max_seqlen_q * group_size, tile_m)
     return min(batch * tiles_per_seq, total_q * group_size // tile_m + batch), tiles_per_seq
 
 
 def _has_aligned_rows(cache: torch.Tensor) -> bool:
-    """Whether Triton knows that all rows start at a multiple of 16 bytes."""
+    """Whether Triton can tell that all rows start at a multiple of 16 bytes."""
     return not any(start % 16 for start in (cache.data_ptr(), *byte_strides(cache)))
 
 
@@ -356,14 +356,14 @@ def launch_prefill(
 ) -> None:  # fmt: skip
     """Launch the kernel on checked arguments of `paged_prefill_attention`. Further arguments:
 
-    window: how many keys before and after its own position a query sees, all if None.
-    kv_starts: (batch,) int32, the slot of position 0 of each sequence, slot 0 if None.
+    window: (left, right), how many keys before and after its position a query sees; None is all.
+    kv_starts: (batch,) int32, the slot of position 0 of each sequence. None: slot 0.
     paged: False if the keys of a sequence are contiguous. The caches are then (num_pieces, slots,
-        num_kv_heads, head_dim), and block_tables, (batch, 1), has the piece of each sequence,
-        piece 0 if None.
-    max_seqlen_k: an upper bound of context_lens, if one smaller than the capacity is known.
-    suffix_lens: (total_q,) int32, distance of each query from the last key (cascade). Then out and
-        lse are acc and sums of SplitStates; their first num_splits entries are written.
+        num_kv_heads, head_dim), and block_tables is (batch, 1), the piece of each sequence, or None
+        if all are in piece 0.
+    max_seqlen_k: upper bound of context_lens. None: the capacity of a table row.
+    suffix_lens: (total_q,) int32, distance of each query from the last key (cascade). out and lse
+        are then acc and sums of SplitStates; the first num_splits states of a row are written.
     """
     total_q, num_q_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
@@ -402,8 +402,8 @@ def launch_prefill(
         states = SplitStates.empty(q[:1], min(total_q * num_chunks, batch * seq_states))
         out, lse, num_states = states.acc, states.sums, num_chunks
     scale = head_dim**-0.5 if scale is None else scale
-    # Triton copies rows ahead only if they are aligned. If it does so for one of K and V, products
-    # of wgmma and tcgen05 read those rows without a fence (fence.proxy.async) after their copies.
+    # Triton copies rows ahead only if they are aligned. If only K or only V is aligned, wgmma and
+    # tcgen05 read the copied rows without a fence (fence.proxy.async) after the copies.
     num_stages = tile.num_stages if _has_aligned_rows(k_cache) == _has_aligned_rows(v_cache) else 1
     launch(_paged_prefill_kernel, grid,
         out, lse, q, cache_argument(k_cache), cache_argument(v_cache), block_tables,
@@ -448,45 +448,45 @@ def paged_prefill_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention of the last tokens of each sequence over its paged KV cache.
 
-    The queries of sequence i are its last cu_seqlens_q[i + 1] - cu_seqlens_q[i] positions of
-    context_lens[i]; everything before them is its cached prefix. Keys and values of the queries
-    themselves are already in the cache. Covers prefill, prefix hits, chunked prefill, verification
-    of speculated tokens and mixed batches; a sequence may have one query, or none.
+    Sequence i has context_lens[i] tokens. Its last cu_seqlens_q[i + 1] - cu_seqlens_q[i] tokens are
+    the queries, and the earlier tokens are its cached prefix. Keys and values of the queries are
+    already in the cache. The op covers prefill, prefix hits, chunked prefill, verification of draft
+    tokens and mixed batches. A sequence may have one query or none.
 
     Args:
         q: (total_q, num_q_heads, head_dim), fp16, bf16 or fp32; head_dim 16 to 256.
         k_cache, v_cache: (num_blocks, block_size, num_kv_heads, head_dim) in q's dtype or fp8 e4m3,
             any strides but a contiguous last dimension. num_q_heads is a multiple of num_kv_heads.
-        block_tables: (batch, max_blocks) int32. Entries past a sequence's last block, and those
-            before the window of its first query, are never read.
-        cu_seqlens_q: (batch + 1,) int32, where in q each sequence's queries start, from 0. Rows of
-            q from cu_seqlens_q[-1] on (padding of a captured graph) are not computed.
+        block_tables: (batch, max_blocks) int32. Entries past a sequence's last block or before the
+            window of its first query are never read.
+        cu_seqlens_q: (batch + 1,) int32, cumulative numbers of queries, from 0. Rows of q at or
+            after cu_seqlens_q[-1] (padding of a captured graph) are not computed.
         context_lens: (batch,) int32, tokens per sequence including the queries.
-        max_seqlen_q: an upper bound of the queries of a sequence, known to the host.
+        max_seqlen_q: upper bound of the number of queries per sequence, an int on the host.
         scale, window_size, softcap, alibi_slopes, sinks, k_scale, v_scale: see
             `paged_decode_attention`.
         causal: a query sees no later token (bottom-right aligned). If False it sees every token of
             its sequence.
-        num_splits: largest number of programs that share the keys of a tile of queries. None
-            chooses: 1 if max_seqlen_q > `kernels.tiles.few_queries` (256 with 32 query and 8 KV
-            heads), otherwise from the sequence's own number of queries and keys, the heads and the
-            tile, which pays for few queries behind a long cached prefix. Either way the result of a
-            sequence is bitwise the same whatever else is in the batch.
+        num_splits: maximum number of programs that share the keys of a tile of queries. None means
+            1 if max_seqlen_q > `kernels.tiles.few_queries` (256 with 32 query and 8 KV heads).
+            Otherwise None chooses from the sequence's numbers of queries and keys, the heads and
+            the tile; this pays for few queries after a long cached prefix. For any num_splits, a
+            sequence's result is bitwise the same whatever else is in the batch.
         out: (total_q, num_q_heads, head_dim) to write to, in q's dtype or fp32; allocated if None.
         return_lse: also return the LSE.
 
     Returns:
-        The output, and with return_lse the LSE: (total_q, num_q_heads) fp32, natural log, the sink
-        included. A query that sees nothing gets zeros and -inf, with sinks zeros and the sink.
+        The output. With return_lse also the LSE: (total_q, num_q_heads) fp32, natural log, with the
+        sink. A query that sees no key gets output 0 and LSE -inf; with sinks, LSE = sink.
 
-    Mutates only out. Launches one kernel, or two if keys are divided, on grids that depend on
-    shapes and max_seqlen_q alone, without host synchronisation: the call can be captured in a CUDA
-    graph and replayed with other lengths and tables.
+    Mutates only out. Launches one kernel, or two if keys are divided. Grids depend on shapes and
+    max_seqlen_q alone, and the host does not synchronise. So a CUDA graph can capture the call and
+    replay it with other lengths and tables.
 
     Raises:
-        ValueError: a shape, dtype, device, stride or option that does not fit; for tensors in host
-            memory also query starts that do not ascend or contradict max_seqlen_q, a table too
-            narrow for a context length, or an invalid block id.
+        ValueError: a shape, dtype, device, stride or option does not fit. For tensors in host
+            memory also: cu_seqlens_q does not ascend or contradicts max_seqlen_q, a table is too
+            narrow for a context length, or a block id is invalid.
     """
     sizes = _TENSORS(
         k_cache, v_cache, k_scale, v_scale, q, out, context_lens, cu_seqlens_q, block_tables,

@@ -1,14 +1,14 @@
 """Partial softmax states of split keys (flash-decoding, Dao et al., 2023), and their merge.
 
-A launch that splits the keys of a query row among programs writes a partial state per split: the
-largest score m_s, the sum l_s of the weights exp(score - m_s), and acc_s, the sum of the weighted
+A launch that splits the keys of a query row among programs writes one partial state per split: the
+largest score m_s, the sum l_s of the weights exp(score - m_s), and the sum acc_s of the weighted
 values. Attention over all keys is
 
     out = sum_s w_s acc_s / sum_s w_s l_s    with w_s = exp(m_s - max m)
 
-An LSE in place of m_s and l_s would lose l_s beside a large m_s. A split without keys has an m_s of
--inf and an l_s of 0; its acc_s is neither written nor read. Decode writes no state for chunks past
-the end of a short sequence: the merge computes how many there are.
+States do not hold the LSE m_s + log(l_s), because a large m_s would round l_s away. A split without
+keys has m_s = -inf and l_s = 0; its acc_s is neither written nor read. Decode writes no states past
+the last chunk of a short sequence. The merge computes the number of chunks.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from kernels.primitives import (
 )
 from kernels.tiles import Chunking, merge_tile, padded_dim, pdl_options
 
-# Sequences at a time in the search for the one of a token.
+# Number of sequences that the search for a token's sequence compares at a time.
 _SEARCH_WIDTH = 256
 
 
 @triton.jit
 def _divide_up(dividend, divisor):
-    """The quotient, rounded up, of positive integers whose sum is below 2^21.
+    """Return dividend / divisor, rounded up. Both are positive; their sum is below 2^21.
 
-    In fp32 it takes 13 SASS instructions on sm_90, in integers 26. One half keeps the quotient away
-    from integers, so that rounding it changes nothing.
+    fp32 takes 13 SASS instructions on sm_90; integers take 26. Subtracting 0.5 keeps the quotient
+    away from integers, so its rounding error does not change the result.
     """
     sum = (dividend + divisor).to(tl.float32)
     return quotient(sum - 0.5, divisor.to(tl.float32)).to(tl.int32)
@@ -48,7 +48,7 @@ def _divide_up(dividend, divisor):
 
 @triton.jit
 def chunks_of(num_tokens, min_tiles, max_chunks, TILE_N: tl.constexpr):
-    """Tokens per chunk and number of chunks for num_tokens keys; see `kernels.tiles.Chunking`."""
+    """Return tokens per chunk and number of chunks for num_tokens keys by `tiles.Chunking`."""
     num_tiles = tl.cdiv(tl.maximum(num_tokens, 1).to(tl.uint32), TILE_N).to(tl.int32)
     tiles = tl.maximum(min_tiles, _divide_up(num_tiles, max_chunks))
     return tiles * TILE_N, _divide_up(num_tiles, tiles)
@@ -58,11 +58,11 @@ def chunks_of(num_tokens, min_tiles, max_chunks, TILE_N: tl.constexpr):
 def states_of_sequence(
     seq, first_token, num_queries, num_splits, max_chunks, chunk_queries, seq_states
 ):
-    """Prefill: the most chunks of a sequence, and where its states begin.
+    """Prefill: return the maximum number of chunks of a sequence, and the index of its first state.
 
-    The state of query i, head h and chunk c is number (first + i * chunks) * num_heads + h * chunks
-    + c. A sequence has num_splits or fewer for each query and head, and at most seq_states for each
-    head, so this leaves room for all before it.
+    The state of query i, head h and chunk c has index (first + i * chunks) * num_heads + h * chunks
+    + c. A sequence has at most num_splits states per query and head, and at most seq_states states
+    per head. So the states of all earlier sequences fit before `first`.
     """
     chunks = max_chunks // tl.maximum(tl.cdiv(num_queries, chunk_queries), 1)
     first = tl.minimum(first_token * num_splits.to(tl.int64), seq * seq_states.to(tl.int64))
@@ -84,12 +84,12 @@ def _merge_splits_kernel(
     TILE_SPLITS: tl.constexpr, TILE_N: tl.constexpr, SEARCH_WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Merge the states of one query head of one token, in order. Grid (num_tokens * NUM_Q_HEADS).
+    """Merge one query head's states of one token, in order. Grid (num_tokens * NUM_Q_HEADS).
 
-    With cu_seqlens_ptr, the states are prefill's, see `states_of_sequence`, and tokens from
-    cu_seqlens[batch] on are padding and have none. Otherwise each row has num_splits states.
-    With context_lens_ptr, the states from first_chunk on belong to the chunks of the last
-    window_size keys, and later ones were not written.
+    With cu_seqlens_ptr, prefill wrote the states, see `states_of_sequence`. Tokens at or after
+    cu_seqlens[batch] are padding without states. Otherwise each row has num_splits states. With
+    context_lens_ptr, states first_chunk, first_chunk + 1, ... belong to the chunks of the last
+    window_size keys. States after the last chunk were not written.
     """
     await_launches_before(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -157,14 +157,14 @@ class SplitStates:
     """Partial softmax states of query rows."""
 
     acc: torch.Tensor
-    """(num_tokens, num_q_heads, num_splits, head_dim) fp32. In prefill, where rows have different
-    numbers of states, the memory that `states_of_sequence` divides."""
+    """(num_tokens, num_q_heads, num_splits, head_dim) fp32. In prefill rows have different numbers
+    of states; `states_of_sequence` divides this memory among them."""
     sums: torch.Tensor
-    """The same with 2 in place of head_dim, fp32: m, a natural logarithm, and l."""
+    """(num_tokens, num_q_heads, num_splits, 2) fp32: m (in natural-log units) and l."""
 
     @classmethod
     def empty(cls, q: torch.Tensor, num_splits: int) -> SplitStates:
-        """Allocate the states of q, (num_tokens, num_q_heads, head_dim)."""
+        """Allocate states for queries q of shape (num_tokens, num_q_heads, head_dim)."""
         num_tokens, num_q_heads, head_dim = q.shape
         states = (num_tokens, num_q_heads, num_splits)
         return cls(*(q.new_empty(*states, n, dtype=torch.float32) for n in (head_dim, 2)))
@@ -177,14 +177,14 @@ class SplitStates:
         context_lens: torch.Tensor | None = None, window_size: int | None = None,
         first_chunk: int = 0, tile_n: int = 0,
     ) -> None:  # fmt: skip
-        """Write the attention over all keys to out, (num_tokens, num_q_heads, head_dim), and its
-        LSE, natural log, to lse, (num_tokens, num_q_heads) fp32.
+        """Write the attention over all keys to out, (num_tokens, num_q_heads, head_dim), and the
+        natural-log LSE to lse, (num_tokens, num_q_heads) fp32.
 
         sinks: (num_q_heads,) logits that join the denominator. chunks: how keys are divided.
-        cu_seqlens: (batch + 1,) int32 if the states have prefill's packed layout, with num_splits
-        and seq_states as in `states_of_sequence`; tokens from its last entry on have no states, and
-        their output is not written. context_lens: (num_tokens,) int32 if decode wrote the states
-        from first_chunk on, of the last window_size keys of each token, in tiles of tile_n.
+        cu_seqlens: (batch + 1,) int32 if the states have prefill's packed layout. num_splits and
+        seq_states are then as in `states_of_sequence`. No output is written for tokens at or after
+        cu_seqlens[-1]. context_lens: (num_tokens,) int32 if decode wrote states first_chunk,
+        first_chunk + 1, ...: those of each token's last window_size keys in tiles of tile_n.
         """
         num_tokens, num_q_heads, head_dim = out.shape
         head_dim_padded = padded_dim(head_dim)
@@ -206,7 +206,7 @@ class SplitStates:
 def results_of(
     q: torch.Tensor, out: torch.Tensor | None, return_lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Output and LSE buffer of an attention op: `out`, or a new tensor, and an LSE if asked for."""
+    """Return an attention op's output (`out` or a new tensor) and LSE buffer (None if unwanted)."""
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     return out, q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
