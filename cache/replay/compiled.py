@@ -1,6 +1,6 @@
-"""The policies of this package as ``Operations``; here ``PriorityPolicy``, ``LRU`` and ``Random``.
+"""Makes ``Operations`` of the policies; defines those of ``PriorityPolicy``, ``LRU``, ``Random``.
 
-Blocks are the dense ids of the trace, so the state of a block is one record in an array.
+Block numbers are the dense ids of the trace, so the state of a block is a record in an array.
 """
 
 import functools
@@ -28,17 +28,17 @@ from cache.traces.trace import Trace
 _NUMBERS = "depth", "accessed", "before", "inserted", "accesses", "priority", "queued"
 _RECORD = np.dtype([(name, np.float64) for name in _NUMBERS] + [("key", int), ("parent", int)])
 _EXACT = 2.0**53
-"""Up to here every integer is a float64."""
+"""float64 represents every integer up to this number exactly."""
 
 
 def operations_of(policy: EvictionPolicy, trace: Trace, capacity: int) -> Operations | None:
-    """The policy in compiled code, at its start.  None means that it must run in Python."""
+    """Compilable functions and initial state of ``policy``; None if it must run in Python."""
     if not policy.compilable:
         return None
-    if isinstance(policy, QueueInformed):  # nobody waits in a replay
+    if isinstance(policy, QueueInformed):  # a replay has no waiting requests
         return operations_of(policy.policy, trace, capacity)
     if isinstance(policy, LRU):
-        links = empty_lists(trace.num_unique_blocks + 1, LINKS)  # the last is the end
+        links = empty_lists(trace.num_unique_blocks + 1, LINKS)  # the last: end of the list
         return Operations(policy.name, _LRU, {"links": links})
     if isinstance(policy, Random):
         return Operations(policy.name, _RANDOM, {"_bag": bag(trace, random.Random(policy.seed))})
@@ -80,8 +80,8 @@ _RANDOM |= dict.fromkeys(("pin", "remove"), lambda self, block: self._bag.remove
 
 
 def _of_priority(policy: PriorityPolicy, trace: Trace, capacity: int) -> Operations | None:
-    """``priority`` is computed in float64.  Without a state of its own it may be an integer in
-    Python, so ``rank`` raises OverflowError beyond 2**53, where float64 rounds integers.
+    """Compiled code computes ``priority`` in float64.  In Python, it may be an integer if there is
+    no ``own_state``.  So ``rank`` raises OverflowError beyond 2**53, where float64 rounds integers.
     """
     if (priority := policy.describing_priority()) is None:
         return None
@@ -99,7 +99,7 @@ def _of_priority(policy: PriorityPolicy, trace: Trace, capacity: int) -> Operati
         **dict.fromkeys(("_time", "_queued", "_clock"), 0.0),
         "offsets": trace.offsets,
         "next_uses": next_uses,
-        "reference": 0,  # of the block that is released, in the trace
+        "reference": 0,  # position in the trace of the block that is released
     }
     own = policy.own_state(capacity)
     if own is not None:
@@ -173,9 +173,9 @@ def _give_up(self, block):
 
 @numba.njit(cache=True)
 def next_uses_of(block_ids, offsets, num_unique, capacity):
-    """For each reference, the next request that uses the block; inf if none does.
+    """For each block reference: number of the next request that uses the block; inf for never.
 
-    Only the first ``capacity`` blocks of a request take part in the replay, so later ones do not
+    Only the first ``capacity`` blocks of a request take part in the replay.  Later blocks do not
     count as uses.
     """
     next_uses = np.full(len(block_ids), np.inf)

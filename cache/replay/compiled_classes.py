@@ -1,7 +1,7 @@
 """``ClassPolicy`` in compiled code.
 
-The blocks of a class are in a circular list by their release; the last records of the array are the
-ends of these lists.
+Each class has a circular list of its blocks in the order of release.  The last records of the array
+are the ends of these lists.
 """
 
 import functools
@@ -21,7 +21,7 @@ _BLOCK = np.dtype(
         ("released_ms", np.float64),
         ("weight", np.float64),
         ("number", np.int64),
-        ("uses", np.int64),  # releases that are remembered; of a block in the pool
+        ("uses", np.int64),  # releases of the content that are remembered
         ("class_", np.int64),
     ]
 )

@@ -1,6 +1,6 @@
-"""``LeafPolicy`` in compiled code: its nodes, and methods that depend on containers.
+"""``LeafPolicy`` in compiled code: its nodes, and the methods that depend on containers.
 
-Blocks are the dense ids of the trace, and their own keys.
+Block numbers are the dense ids of the trace, and serve as keys, too.
 """
 
 import inspect
@@ -20,7 +20,7 @@ from cache.traces.trace import Trace
 
 _NODE = np.dtype(
     [(name, np.float64) for name in ("value", "time")]
-    + [(name, np.int64) for name in ("parent", "depth", "children")]  # children: how many
+    + [(name, np.int64) for name in ("parent", "depth", "children")]  # children: number of them
     + [(name, np.bool_) for name in ("released", "resident")],
     align=True,
 )
@@ -32,8 +32,8 @@ def operations_of(
     capacity: int,
     operations_of_any: Callable[[EvictionPolicy, Trace, int], Operations | None],
 ) -> Operations | None:
-    """The methods of a subclass as they are, and its attributes after ``start``."""
-    policy.start(capacity, float)  # nobody asks for the future
+    """The unchanged methods of a subclass, and its attributes after ``start``."""
+    policy.start(capacity, float)  # no method calls ``next_use``
     num_blocks = trace.num_unique_blocks
 
     def converted(value: Any) -> Any:
@@ -68,7 +68,7 @@ def insert(self, block, key, parent, depth):
     node = self._nodes[block]
     node.parent, node.depth, node.children, node.value = parent, depth, 0, -1.0
     node.released, node.resident = False, True
-    if parent >= 0:  # in use
+    if parent >= 0:  # the parent is in use
         self._nodes[parent].children += 1
         link(self.siblings, block, len(self._nodes) + parent)
     self._inserted(block)

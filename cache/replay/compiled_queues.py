@@ -1,8 +1,8 @@
 """``QueuePolicy`` in compiled code: the methods that its subclasses call.
 
-A queue or a list of ghosts is a circular list by age in one array of records.  There are first a
-record for each block, then one for the ghost of each, and at last the end of each list; the number
-of its end stands for a queue.
+A queue or a ghost list is a circular list, ordered by age, in an array of records.  The array has a
+record for each block, then a record for the ghost of each block, then the end of each list.  The
+index of its end identifies a list.
 """
 
 import inspect
@@ -15,18 +15,18 @@ from cache.replay.operations import Operations
 from cache.traces.trace import Trace
 
 _OF_ALL = "older", "newer", "list", "value"
-"""Neighbours, the end of the list (0: in no list), and a number: the value of a ghost, for a block
-the value of its ghost, for an end the capacity."""
+"""Neighbours, the end of the list (0: in no list), and a value.  The value of a ghost record or of
+a block is the ghost's value; the value of an end is the capacity of the list."""
 _OF_ENDS = "length", "num_released"
 _OF_BLOCKS = "in_use", "is_new"
 _RECORD = np.dtype([(name, np.int64) for name in (*_OF_ALL, *_OF_ENDS, *_OF_BLOCKS)])
 
 
 def operations_of(policy: QueuePolicy, trace: Trace, capacity: int) -> Operations:
-    """The methods of a subclass as they are, and its attributes after ``start``."""
+    """The unchanged methods of a subclass, and its attributes after ``start``."""
     policy.start(capacity)
     num_blocks = trace.num_unique_blocks
-    ends: list[int] = []  # their capacities
+    ends: list[int] = []  # capacities of the lists
 
     def converted(value):
         if isinstance(value, Queue | GhostList):
@@ -129,7 +129,7 @@ def _forget_oldest(self, ghosts):
 
 
 def _link(self, at, end):
-    """Make ``at`` the newest of a list."""
+    """Make ``at`` the newest record of the list with ``end``."""
     records = self.records
     newest = records[end].older
     records[at].older, records[at].newer, records[at].list = newest, end, end

@@ -1,4 +1,4 @@
-"""Containers of policies in compiled code: lists, ghosts, bags and heaps of blocks."""
+"""Containers for compiled policies: lists, ghosts, bags and heaps of blocks."""
 
 import operator
 import random
@@ -14,12 +14,12 @@ from cache.replay.operations import Operations, _Self
 from cache.traces.trace import Trace
 
 LINKS = np.dtype([("older", np.int64), ("newer", np.int64)])
-"""Neighbours in a circular list, one of whose records is its end."""
+"""Neighbours of a record in a circular list.  One record of each list is its end."""
 _ENTRY = np.dtype([("priority", np.float64), ("ticket", np.float64), ("item", np.int64)])
 
 
 def empty_lists(count: int, dtype: np.dtype) -> np.ndarray:
-    """Records with ``LINKS``, each the end of an empty list."""
+    """Make records with ``LINKS``; each record is the end of an empty list."""
     records = np.zeros(count, dtype)
     records["older"] = records["newer"] = np.arange(count)
     return records
@@ -27,7 +27,7 @@ def empty_lists(count: int, dtype: np.dtype) -> np.ndarray:
 
 @numba.njit(inline="always")
 def link(records, at, end):
-    """Make ``at`` the newest of a list."""
+    """Make ``at`` the newest record of the list with ``end``."""
     newest = records[end].older
     records[at].older, records[at].newer = newest, end
     records[newest].newer = records[end].older = at
@@ -57,7 +57,7 @@ def ordered(num_items: int) -> Operations:
 
 
 def ghosts(policy: PriorityPolicy | ClassPolicy, trace: Trace, capacity: int) -> Operations:
-    """A ``GhostList`` without values: the record of a block remains when it is evicted."""
+    """A ``GhostList`` without values, because the record of a block remains after its eviction."""
     operations = ordered(trace.num_unique_blocks)
     operations.state["capacity"] = num_ghosts(policy.name, policy.ghost_ratio, capacity)
     return Operations("ghosts", _ORDER | {"add": _add_ghost, "take": _take_ghost}, operations.state)
@@ -106,7 +106,7 @@ _ORDER |= {"move_to_end": _move_to_end, "has": lambda self, key: self.links[key]
 
 
 def bag(trace: Trace, generator: random.Random) -> Operations:
-    """A ``Bag`` of blocks, with the same draws from ``generator`` as in Python."""
+    """A ``Bag`` of blocks that samples the same blocks with ``generator`` as in Python."""
     _, state, _ = generator.getstate()
     twin = np.random.RandomState()
     twin.set_state(("MT19937", np.array(state[:-1], np.uint32), state[-1], 0, 0.0))
@@ -131,7 +131,7 @@ def _add(self, item):
 
 def _remove(self, item):
     self.size -= 1
-    last = self.items[self.size]  # fills the gap
+    last = self.items[self.size]  # moves to the place of ``item``
     self.items[self.position[item]] = last
     self.position[last] = self.position[item]
 
@@ -144,11 +144,11 @@ def _draw(self, _generator=None):
 
 
 def heaps(num_items: int, capacity: int, count: int = 1) -> Operations:
-    """``count`` times ``LazyHeap``, for at most ``capacity`` items, each in one heap at a time.
+    """Make ``count`` heaps like ``LazyHeap``.  At most ``capacity`` items, each in one heap.
 
-    Entries that come in by rising priority are in a queue, all further entries in a heap.  A second
-    number of a priority must rise from item to item.  If an item is pushed with the same second
-    number again, its old entry counts again.
+    Entries pushed with rising priorities are kept in a queue, all other entries in a heap.  The
+    second number of a priority must rise from push to push, unless an item is pushed with its
+    previous second number: then its old entry becomes valid again.
     """
     shape = count, 2 * min(capacity, num_items) + 64
     state = {
@@ -157,7 +157,7 @@ def heaps(num_items: int, capacity: int, count: int = 1) -> Operations:
         "tails": np.zeros(count, np.int64),
         "heaps": np.empty(shape, _ENTRY),
         "sizes": np.zeros(count, np.int64),
-        # Of the entry of each item, negative if the item is not here; 0: it has no entry.
+        # Ticket of each item's entry; negative: the item was removed; 0: the item has no entry.
         "tickets": np.zeros(num_items),
         "last_ticket": 0.0,
     }
@@ -170,7 +170,7 @@ def _push(self, item, priority, ticket=0.0, heap=0):
     self.tickets[item] = ticket
     if has_entry:
         return
-    if ticket < self.last_ticket:  # its entry was dropped
+    if ticket < self.last_ticket:  # the old entry was dropped
         return self.sink(priority, ticket, item, heap)
     self.last_ticket = ticket
     rising = self.rising[heap]
@@ -205,7 +205,7 @@ def _sink(self, priority, ticket, item, heap):
 
 
 def _compact(self, entries, head, tail):
-    """Move the entries that count to the front, in order; returns how many there are."""
+    """Move the valid entries to the front, in order.  Returns their number."""
     kept = 0
     for at in range(head, tail):
         if self.counts(entries[at].item, entries[at].ticket):
@@ -215,7 +215,7 @@ def _compact(self, entries, head, tail):
 
 
 def _counts(self, item, ticket):
-    """Whether an entry counts; the item of one that does not has no entry from now on."""
+    """Whether an entry is valid.  Marks the item of an invalid entry as without an entry."""
     if self.tickets[item] == -ticket:
         self.tickets[item] = 0.0
     return self.tickets[item] == ticket

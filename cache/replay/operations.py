@@ -1,14 +1,14 @@
-"""The serial replay of a policy whose methods numba compiles one by one.
+"""The serial replay in compiled code: numba compiles each method of a policy.
 
-``cache.replay.serial`` calls the methods of a policy in Python; the replay here calls compiled ones
-in the same order.  ``cache.replay.compiled`` makes ``Operations`` of a policy: the functions that
-stand for its methods, and the attributes that these find in ``self`` at the start.
+``cache.replay.serial`` calls the methods of a policy in Python; this replay calls compiled
+functions in the same order.  ``cache.replay.compiled`` makes the ``Operations`` of a policy:
+functions that replace its methods, and the initial attributes of ``self``.
 
-The replay calls ``pin``, ``insert``, ``evict`` and ``release_many``, and ``look_up``, ``tell`` and
-``miss`` if there are such.  Blocks and keys are the dense ids of the trace, the parent of a first
-block is -1, and several blocks are an array.  A method may call any other of its policy.  It may
-assign to attributes that are numbers, and to items of arrays.  A wrapped policy is an attribute,
-too: its own ``Operations``.
+The replay calls ``pin``, ``insert``, ``evict`` and ``release_many``, and, if they are defined,
+``look_up``, ``tell`` and ``miss``.  Blocks and keys are the dense ids of the trace.  The parent of
+a first block is -1.  Several blocks are passed as an array.  A method may call other methods of the
+policy, and assign to attributes that are numbers and to items of arrays.  A wrapped policy is an
+attribute that is an ``Operations`` object.
 """
 
 import functools
@@ -38,7 +38,7 @@ class Operations(NamedTuple):
 
     name: str
     methods: Mapping[str, Any]
-    """By the names that they have in ``self``.  These must not change during a process."""
+    """Functions by the names of the methods.  They must not change during a process."""
     state: dict[str, Any]
     """Attributes of ``self``: arrays, records, numbers and ``Operations``."""
 
@@ -46,15 +46,15 @@ class Operations(NamedTuple):
 def replay_of(
     name: str, operations_of: Callable[[Trace, int], Operations | None]
 ) -> Callable[[Trace, int], tuple[np.ndarray, np.ndarray]] | None:
-    """Make ``replay(trace, capacity)``, which returns hits and evictions of each request.
+    """Make ``replay(trace, capacity)``.  It returns hits and evictions of each request.
 
-    Returns None for a policy that needs Python: it has no ``Operations``, its integers are too
-    large, or, with a warning, numba cannot compile it.
+    Returns None if the policy must run in Python: it has no ``Operations``, its integers are too
+    large, or numba cannot compile it.  In the last case it warns.
     """
 
     def replay(trace: Trace, capacity: int) -> tuple[np.ndarray, np.ndarray]:
         facts, resident = trace.request_facts, np.zeros(trace.num_unique_blocks, np.bool_)
-        block_ids = trace.block_ids.astype(np.int64)  # as all integers, for fewer compilations
+        block_ids = trace.block_ids.astype(np.int64)  # like all integers: fewer compilations
         state = _values(operations_of(trace, capacity))
         return run(block_ids, trace.offsets, capacity, facts, resident, state)
 
@@ -74,11 +74,11 @@ def replay_of(
         except Exception:
             if run.signatures or not _KINDS[key].is_built_in:
                 raise
-            run.recompile()  # the cached replay may be damaged, or name a class that was renamed
+            run.recompile()  # the cached code may be damaged, or name a renamed class
             replay(trace, 1)
     except OverflowError:
         return None
-    except Exception as error:  # numba raises errors of many kinds, the policy two of its own
+    except Exception as error:  # numba raises many types, the policy two types
         if not (run.signatures and isinstance(error, ArithmeticError | ValueError)):
             reason = str(error).partition("\n")[0]
             warnings.warn(f"{name} runs in Python: numba: {reason}", stacklevel=3)
@@ -88,7 +88,7 @@ def replay_of(
 
 
 _RUNS: dict[str, Any] = {}
-"""Dispatchers of numba by keys of ``_KINDS``; None: it could not compile the policy."""
+"""numba dispatchers by keys of ``_KINDS``; None if numba could not compile the policy."""
 
 
 def _values(operations: Operations | None) -> tuple:
@@ -137,7 +137,7 @@ def _compile(key: str) -> Any:
 
 
 class _Self(types.Type):
-    """A pointer to the attributes of a policy, which are on the stack of the replay."""
+    """Type of ``self``: a pointer to the attributes of a policy on the stack of the replay."""
 
     def __init__(self, policy: str, state: Any) -> None:
         self.attributes: dict[str, types.Type] = {
@@ -169,7 +169,7 @@ def _pointer(builder, self, self_type: _Self, name: str):
 @numba.extending.lower_getattr_generic(_Self)
 def _(_context, builder, self_type, self, name):
     value, of = builder.load(_pointer(builder, self, self_type, name)), self_type.attributes[name]
-    if isinstance(of, types.Array):  # without an owner, whose references would be counted
+    if isinstance(of, types.Array):  # without an owner: skips reference counting
         owner = value.type.elements[0]
         value = builder.insert_value(value, cgutils.get_null_value(owner), 0)
     return value
@@ -184,7 +184,7 @@ def _(context, builder, signature, arguments, name):
 
 @numba.extending.intrinsic(prefer_literal=True)
 def _make(_typing_context, key, state):
-    """``self`` of the policy with ``key``; it lives as long as the function that calls this."""
+    """Make ``self`` of the policy with ``key``.  It lives until the calling function returns."""
     if not isinstance(key, types.StringLiteral):
         return None
     self_type = _KINDS[key.literal_value].self_type(key.literal_value, state)
@@ -206,16 +206,16 @@ def _store(context, builder, self_type: _Self, state: Any, values):
 
 
 class _Kind(NamedTuple):
-    """All that the compiled code of ``Operations`` depends on, except the types of its state."""
+    """Everything that compiled ``Operations`` depend on, except the types of their state."""
 
     self_type: type[_Self]
     fields: tuple[tuple[str, str], ...]
-    """Names of the attributes, each with the key of the policy that it is, or ""."""
+    """Pairs (name of an attribute, key of the ``Operations`` that it holds or "")."""
     is_built_in: bool
 
 
 _KINDS: dict[str, _Kind] = {}
-"""By keys that have the code of all methods in them: the key of a cached replay has its key."""
+"""Kinds by key.  A key contains a hash of all code, and is part of the key of a cached replay."""
 
 
 def _key_of(operations: Operations) -> str:
@@ -251,14 +251,14 @@ _OPTIONAL = dict.fromkeys(("look_up", "tell", "miss"), lambda self, _argument: N
 
 
 def _with_closure(function: Callable) -> list[Callable]:
-    """``function``, and the functions that it closes over."""
+    """``function`` and all functions in its closure."""
     held = [cell.cell_contents for cell in function.__closure__ or ()]
     return [function, *(f for g in held if inspect.isfunction(g) for f in _with_closure(g))]
 
 
 @functools.cache
 def _digest() -> str:
-    """Hash of all files that a built-in policy may get code from."""
+    """Hash of all files that can contain code of a built-in policy."""
     folders = (Path(cache.__file__).parent / name for name in ("policies", "replay"))
     files = sorted(file for folder in folders for file in folder.glob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

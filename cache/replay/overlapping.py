@@ -1,15 +1,16 @@
-"""Replay a trace with its requests overlapping in time, through a real cache manager.
+"""Replay a trace through a real cache manager; requests overlap in time.
 
-The serial replay (``cache.simulate``) compares policies to the last digit; this one shows what
-overlap adds: running requests hold their blocks, decoding takes new ones, and when none are left
-a request is preempted.  Scheduler, engine and manager are those that serve a model.  No model runs;
-a clock gives the duration of each step (``ServiceModel``).  So the rules are the scheduler's (see
-:mod:`cache.serving.scheduler`): first come first served, long prompts in chunks beside the decoding
-sequences where the manager's design can do so, and the youngest is preempted when blocks run out,
-to be computed again.  A request that does not fit the empty cache is dropped and counted.
+The serial replay (``cache.simulate``) compares policies to the last digit.  This replay adds the
+effects of overlap: running requests hold their blocks, decoding allocates new blocks, and a request
+is preempted when no block is left.  Scheduler, engine and manager also serve models.  Here a clock
+(``ServiceModel``) replaces the model and gives the duration of each step.  The rules of
+:mod:`cache.serving.scheduler` apply: first come, first served; prefill of long prompts in chunks
+beside decoding sequences, if the manager's design allows it; when blocks run out, preemption of the
+youngest request, which is computed again later.  A request that does not fit the empty cache is
+dropped and counted.
 
-A trace names blocks of a prompt, not tokens, see ``prompt_token_ids``.  Generated tokens are never
-shared, since a trace does not say which later prompt continues which answer.
+A trace has block ids of prompts, not tokens; ``prompt_token_ids`` makes tokens from them.
+Generated tokens are never shared, because a trace does not say which prompt continues which answer.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 LOOP_COLUMNS = {"session", "agent", "think_time"}
-"""Columns that a closed loop needs."""
+"""Columns of the trace that a closed loop needs."""
 
 
 @dataclass(frozen=True)
@@ -42,20 +43,20 @@ class ServingReplayResult:
     num_requests: int
     finished: int
     dropped: int
-    """Requests that do not fit the empty cache."""
+    """Number of requests that do not fit the empty cache."""
     preemptions: int
     makespan_seconds: float
-    """From the first arrival to the end of the last step."""
+    """Time from the first arrival to the end of the last step."""
     ttft_seconds: np.ndarray
-    """Arrival to first token of each finished request, in order of arrival."""
+    """Time from arrival to first token, for each finished request in order of arrival."""
     normalized_latency_seconds: np.ndarray
-    """Arrival to last token per generated token of each finished request."""
+    """(Time from arrival to last token) / generated tokens, for each finished request."""
     mean_running: float
-    """Sequences per step."""
+    """Mean number of running sequences per step."""
     mean_waiting: float
-    """Sequences that wait, per step."""
+    """Mean number of waiting sequences per step."""
     recomputed_tokens: int
-    """Tokens computed again after preemptions."""
+    """Number of tokens computed again after preemptions."""
     stats: CacheStats
     """The manager's counters."""
 
@@ -69,19 +70,19 @@ def simulate_serving(
     closed_loop: bool = False,
     runner: Runner | None = None,
 ) -> ServingReplayResult:
-    """Serve ``trace`` with ``manager``, which must be empty and is empty again afterwards.
+    """Serve ``trace`` with ``manager``, which must hold no requests and holds none afterwards.
 
     ``time_scale`` multiplies the gaps between arrivals (0.5: twice the request rate).  A request
-    generates at least one token.  Works with lengths-only traces, which share nothing.
+    generates at least one token.  In a trace without block ids, prompts share nothing.
 
-    ``closed_loop``: the requests of an agent in a session arrive ``think_time`` after the end of
-    the one before (columns of the trace), so they wait for the engine as the agent does.  First
-    requests arrive at their times.
+    ``closed_loop``: a request arrives ``think_time`` after the previous request of the same
+    ``session`` and ``agent`` (columns of the trace) has finished.  First requests arrive at their
+    times.
 
-    ``runner``: runs each step before its duration is asked for.  None: nothing runs.
+    ``runner``: runs each step before ``service`` models its duration.  None: nothing runs.
 
-    Raises ValueError for a manager that is in use, a ``time_scale`` that is negative or not finite,
-    a closed loop of a trace without these columns, or a trace with blocks of unknown size.
+    Raises ValueError for a manager with blocks in use, a ``time_scale`` that is negative or not
+    finite, a closed loop of a trace without these columns, or a trace with unknown block size.
     """
     import numpy as np
 
@@ -91,7 +92,7 @@ def simulate_serving(
         used = manager.num_blocks - manager.num_free_blocks
         raise ValueError(f"manager: {used} of its {manager.num_blocks} blocks are in use")
     outputs = np.maximum(trace.output_lengths, 1)
-    # The K/V of the last token are never stored.
+    # K and V of the last token are never stored.
     sizes = (np.maximum(trace.input_lengths, 1) + outputs - 1).tolist()
     longest = longest_that_fits(manager, max(sizes, default=0))
     served = [index for index, size in enumerate(sizes) if size <= longest]
@@ -142,7 +143,7 @@ def simulate_serving(
 def most_hits(trace: Trace) -> int:
     """Upper bound of ``CacheStats.hit_blocks`` for any order of the requests.
 
-    It counts the full blocks of the prompts that repeat an earlier block of the trace.
+    The bound is the number of full prompt blocks that repeat an earlier block of the trace.
     """
     import numpy as np
 
@@ -155,7 +156,7 @@ def most_hits(trace: Trace) -> int:
 
 
 def _previous(trace: Trace) -> list[int | None]:
-    """The previous request of the same agent in the same session, for each request."""
+    """For each request: index of the previous request of the same agent and session, or None."""
     if lacking := LOOP_COLUMNS - trace.columns.keys():
         raise ValueError(f"closed_loop: trace {trace.name!r} lacks {', '.join(sorted(lacking))}")
     latest: dict[tuple[float, float], int] = {}
@@ -168,7 +169,7 @@ def _previous(trace: Trace) -> list[int | None]:
 
 
 class _Prompts(Items):
-    """Prompts of some requests of a trace, each made when it is read, to save memory."""
+    """Prompts of some requests of a trace.  A prompt is made when it is read, to save memory."""
 
     def __init__(self, trace: Trace, indexes: list[int]) -> None:
         self._trace, self._indexes = trace, indexes
@@ -181,14 +182,13 @@ class _Prompts(Items):
 
 
 def prompt_token_ids(trace: Trace, index: int, vocab_size: int = 1 << 32) -> array:
-    """Token ids of request ``index``; two requests share tokens as far as they share block ids.
+    """Token ids of request ``index``.  Requests share tokens as far as they share block ids.
 
-    The lower half of the vocabulary encodes the blocks: the tokens of a block are the digits of its
-    id, repeated.  The upper half encodes the number of the request, in the tokens beyond its
-    blocks.
+    Tokens of blocks are in the lower half of the vocabulary: the digits of the block id, repeated.
+    Tokens after the last block are in the upper half: the digits of ``index``, repeated.
 
-    ``(max(input_length, 1),)`` unsigned 32-bit integers.  Raises ValueError for blocks of unknown
-    size and for a ``vocab_size`` that is not an int from 4 to 2**32.
+    Returns ``(max(input_length, 1),)`` unsigned 32-bit integers.  Raises ValueError for an unknown
+    block size and for a ``vocab_size`` that is not an int from 4 to 2**32.
     """
     import numpy as np
 
@@ -205,7 +205,7 @@ def prompt_token_ids(trace: Trace, index: int, vocab_size: int = 1 << 32) -> arr
 
 
 def num_digits(bound: int, base: int) -> int:
-    """Digits to ``base`` that distinguish ``bound`` numbers."""
+    """Number of digits in base ``base`` that distinguish ``bound`` numbers."""
     digits, distinguished = 1, base
     while distinguished < bound:
         digits, distinguished = digits + 1, distinguished * base
@@ -213,8 +213,8 @@ def num_digits(bound: int, base: int) -> int:
 
 
 def _digits(numbers: np.ndarray, count: int, bound: int, base: int) -> np.ndarray:
-    """``count`` digits of each of ``numbers``, which are below ``bound``: the lowest first,
-    repeated."""
+    """``count`` digits in base ``base`` of each of ``numbers`` (below ``bound``), lowest first.
+    The digits repeat."""
     import numpy as np
 
     places = base ** (np.arange(count) % num_digits(bound, base))

@@ -1,16 +1,16 @@
-"""Replay a request trace against an eviction policy: no GPU, no model, exact and fast.
+"""Replay a request trace with an eviction policy: exact and fast, without GPU and model.
 
-The replay is serial, one request at a time, and fixed to the last detail so that independent
-implementations agree:
+The replay serves one request at a time.  Every detail is fixed, so that independent implementations
+agree:
 
-- requests in order of timestamp, ties in file order; a request is its list of block ids;
+- requests are served by timestamp; ties: in file order; a request is a list of block ids;
 - only the first ``capacity_blocks`` blocks of a request take part (the pool holds no more);
-- its hits are the longest leading run of blocks that are in the pool;
-- its blocks that are in the pool are pinned, the missing ones inserted in order, each evicting an
-  unpinned block when the pool is full;
-- then all its blocks count as accessed now, the deepest first, which settles the ties.
+- hits are the longest leading run of blocks of the request that are in the pool;
+- blocks of the request that are in the pool are pinned, then missing blocks are inserted in order;
+  if the pool is full, each insertion evicts an unpinned block;
+- then all blocks of the request count as accessed now, deepest first; this order breaks ties.
 
-Overlapping requests, decoding and preemption need a real cache manager instead.
+For overlapping requests, decoding and preemption see ``cache.simulate_serving``.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ class SimulationResult:
     capacity_blocks: int
     num_requests: int
     block_references: int
-    """Blocks of all requests, those beyond the pool's capacity included."""
+    """Number of blocks of all requests, including blocks beyond the pool's capacity."""
     hits: np.ndarray = field(compare=False, repr=False)
-    """Hit blocks of each request, ``(num_requests,)`` int64."""
+    """Number of hit blocks of each request, ``(num_requests,)`` int64."""
     hit_blocks: int
     input_tokens: int
     hit_tokens: int | None
-    """Prompt tokens in hit blocks.  Unknown (None) without a block size."""
+    """Number of prompt tokens in hit blocks.  None if the block size is unknown."""
     evictions: int
     replay_seconds: float
-    """Wall time of the whole replay, compilation excluded."""
+    """Wall time of the whole replay without compilation."""
     compiled: bool
-    """True if numba ran the replay, False if it was the policy's Python."""
+    """True if the replay ran in compiled code, False if it ran in Python."""
 
     @property
     def block_hit_rate(self) -> float:
-        """Share of all block references that hit."""
+        """Hit blocks divided by all block references."""
         return self.hit_blocks / self.block_references if self.block_references else 0.0
 
     @property
     def token_hit_rate(self) -> float | None:
-        """Share of all prompt tokens that hit.  Unknown (None) without a block size."""
+        """Hit tokens divided by all prompt tokens.  None if the block size is unknown."""
         if self.hit_tokens is None:
             return None
         return self.hit_tokens / self.input_tokens if self.input_tokens else 0.0
@@ -76,17 +76,16 @@ def simulate(
     """Replay ``trace`` through a pool of ``capacity_blocks`` blocks.
 
     ``trace`` is a path or a ``Trace``.  ``policy`` is a name, ``"file.py:Class"``, or a policy
-    object, which is started anew; ``options`` go to a named policy.  Built-in policies run
-    compiled, in float64, and so does a ``PriorityPolicy`` or ``ClassPolicy`` of yours that numba
-    can compile.  Others run in Python, and so does one with priorities beyond 2**53, which float64
-    would round.
+    object.  ``options`` are for a named policy.  Compiled code runs the built-in policies, and your
+    ``PriorityPolicy`` or ``ClassPolicy`` if numba can compile it.  It computes in float64.  Other
+    policies run in Python, as do policies with priorities beyond 2**53, which float64 would round.
 
-    ``counted`` selects the requests in the result: with ``slice(1000, None)`` the first 1000 only
-    warm up the pool and the policy.
+    ``counted`` selects the requests in the result.  With ``slice(1000, None)`` the first 1000
+    requests only warm up the pool and the policy.
 
-    Raises ValueError for a capacity below 1, options next to a policy object, an unknown policy or
-    option, a priority that is not a number, or a trace without block ids; RuntimeError for a victim
-    that is not a released block; TraceError for a file that cannot be read.
+    Raises ValueError for a capacity below 1, options together with a policy object, an unknown
+    policy or option, a priority that is not a number, or a trace without block ids.  Raises
+    RuntimeError for a victim that is not a released block, and TraceError for a malformed file.
     """
     capacity_blocks = at_least(1, "capacity_blocks", capacity_blocks, maximum=2**63 - 1)
     if not isinstance(counted, slice) or counted.step not in (None, 1):
