@@ -1,15 +1,15 @@
-"""Published traces of other formats as traces that ``load_trace`` reads.
+"""Convert published traces of other formats to traces that ``load_trace`` reads.
 
-``python -m cache.traces.convert FORMAT SOURCE OUT``, where OUT ends in ``.jsonl``, ``.jsonl.gz`` or
-``.jsonl.zst`` and FORMAT is
+Run ``python -m cache.traces.convert FORMAT SOURCE OUT``.  OUT ends in ``.jsonl``, ``.jsonl.gz`` or
+``.jsonl.zst``.  FORMAT is
 
 - ``bailian``: a JSON-lines file of Alibaba's Qwen-Bailian usage traces (Wang et al., USENIX ATC
-  2025).  Times are seconds, and an id is the hash of 16 tokens by themselves;
+  2025).  Times are in seconds.  An id is the hash of 16 tokens without their prefix;
 - ``ragpulse``: the folder ``data`` of RAGPulse (arXiv 2511.12979).  A prompt is a list of
-  components, whose lengths are in separate files;
+  components.  Their lengths are in separate files;
 - ``sessions``: a folder of callanjfox/kv-cache-tester's ``trace_*.json``: one session of a coding
-  agent per file, with its own ids and times;
-- ``trace``: what ``load_trace`` reads already (Mooncake, Azure), to be coarsened.
+  agent per file.  Ids and times are the session's own;
+- ``trace``: a file that ``load_trace`` can read (Mooncake, Azure), for use with ``--coarsen``.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from cache.traces.trace import (
 
 _BAILIAN_BLOCK = 16
 _RAGPULSE_PARTS = ("sys_prompt", "passages_ids", "history", "web_search", "user_input")
-"""Components of a prompt, in the order in which they are joined."""
+"""Components of a prompt in the order of concatenation."""
 _RAGPULSE_LENGTHS = {
     "1_sys_prompt.jsonl": "sys_prompt_id", "2_passages.jsonl": "passage_id",
     "3_history.jsonl": "history_id", "4_user_input.jsonl": "user_input_id",
@@ -47,14 +47,14 @@ _RAGPULSE_LENGTHS = {
 
 
 class _Prefixes:
-    """Numbers blocks so that equal numbers mean equal content up to the end of the block."""
+    """Numbers blocks: equal numbers mean equal prompts up to the end of the block."""
 
     def __init__(self) -> None:
         self._numbers: defaultdict[tuple[Hashable, Hashable], int] = defaultdict()
         self._numbers.default_factory = self._numbers.__len__
 
     def __call__(self, contents: Iterable[Hashable]) -> list[int]:
-        """The numbers of a prompt's blocks, given the content of each block."""
+        """Return the number of each block of a prompt, given the content of each block."""
         before, numbers = None, []
         for content in contents:
             before = self._numbers[before, content]
@@ -63,9 +63,9 @@ class _Prefixes:
 
 
 def convert_bailian(path: str | os.PathLike) -> Trace:
-    """Chain the hashes, so that a block after another prefix is another block; seconds to ms.
+    """Make each id unique to its prefix, and convert seconds to ms.
 
-    Raises TraceError for a line that is not a request, and for a file without any.
+    Raises TraceError for a line that is not a request, and for a file without requests.
     """
     path, prefixes = Path(path), _Prefixes()
 
@@ -83,11 +83,11 @@ def convert_bailian(path: str | os.PathLike) -> Trace:
 def convert_ragpulse(folder: str | os.PathLike, *, block_size: int = 16) -> Trace:
     """Join the components of each prompt and cut them into full blocks.
 
-    The order is system prompt, passages, history, web search, user input.  A prompt is as long as
-    its components: the published length counts some tokens between them too.  Seconds become ms.
+    The order is system prompt, passages, history, web search, user input.  Prompt lengths are sums
+    of component lengths; published lengths count some further tokens.  Seconds become ms.
 
-    Raises TraceError for a line that is not a request or a component, or names an unknown one, and
-    for a file without requests.
+    Raises TraceError for a line that is not a request or a component, a line that names an unknown
+    component, and a file without requests.
     """
     folder, prefixes, lengths = Path(folder), _Prefixes(), {}
     at_least(1, "block_size", block_size)
@@ -112,7 +112,7 @@ def convert_ragpulse(folder: str | os.PathLike, *, block_size: int = 16) -> Trac
 
 
 def _cut(parts: list[tuple[int, int]], block_size: int) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Cut concatenated parts (id, tokens) into full blocks, each a tuple of (id, first token)."""
+    """Cut concatenated parts (id, tokens) into full blocks: tuples of pairs (id, first token)."""
     block: list[tuple[int, int]] = []
     room = block_size
     for part, length in parts:
@@ -128,13 +128,13 @@ def _cut(parts: list[tuple[int, int]], block_size: int) -> Iterator[tuple[tuple[
 def convert_sessions(folder: str | os.PathLike, *, hours: float = 24.0, seed: int = 0) -> Trace:
     """Merge the sessions of a folder by arrival.
 
-    Sessions were recorded separately.  In the order of their names, each gets a start sampled
-    uniformly from ``hours`` with ``seed``, so the arrivals are synthetic.  A sub-agent's requests
-    count from its own start.  Ids count within a session; ids of scope "global" are shared by all.
-    ``Trace.columns`` get the publisher's further facts.
+    Sessions were recorded separately.  In the order of file names, each session gets a start time
+    sampled uniformly from ``hours`` with ``seed``, so the arrivals are synthetic.  Times of a
+    sub-agent's requests are relative to its start.  Ids are unique within a session; ids of scope
+    "global" are common to all sessions.  ``Trace.columns`` contain the publisher's further facts.
 
-    Raises TraceError for a file that is not a session, or of another block size than the first, and
-    ValueError for a folder without requests.
+    Raises TraceError if a file is not a session or its block size differs from the first file's,
+    and ValueError if the folder has no requests.
     """
     import numpy as np
 
@@ -170,7 +170,7 @@ def convert_sessions(folder: str | os.PathLike, *, hours: float = 24.0, seed: in
 
 
 def _leaves(agent: dict[str, Any], start_ms: float, numbers: Iterator[int]) -> Iterator[tuple]:
-    """Requests of an agent and its sub-agents: milliseconds, prompt, output, ids, further facts."""
+    """Yield (ms, prompt, output, ids, further facts) per request of an agent and its sub-agents."""
     facts: dict[str, Any] = {"agent": next(numbers)}
     facts |= {name: agent[name] for name in ("tool_tokens", "system_tokens") if name in agent}
     for entry in agent["requests"]:

@@ -1,11 +1,11 @@
 """The file formats of request traces: compressed streams, lines and records.
 
-Two formats are read, plain, gzipped (``.gz``) or zstandard-compressed (``.zst``):
+Two formats can be read, uncompressed or compressed with gzip (``.gz``) or zstandard (``.zst``):
 
-- JSON lines (``.jsonl``), the format of the traces published with Mooncake (FAST'25): an object a
-  line with ``timestamp`` (ms), ``input_length``, ``output_length`` (tokens) and ``hash_ids``;
+- JSON lines (``.jsonl``), as published with Mooncake (FAST'25): an object per line with
+  ``timestamp`` (ms), ``input_length``, ``output_length`` (tokens) and ``hash_ids``;
 - CSV (``.csv``), the format of Azure's LLM inference traces (2023 and 2024): ``TIMESTAMP``,
-  ``ContextTokens``, ``GeneratedTokens``.  Lengths only.
+  ``ContextTokens``, ``GeneratedTokens``.  It has no block ids.
 
 This module reads files; ``cache.traces.trace`` checks requests.
 """
@@ -46,7 +46,7 @@ class TraceError(ValueError):
 
 
 def split_suffixes(path: Path) -> tuple[str, str | None, str | None]:
-    """``(name, format, compression)`` of a path, with None for an unknown format or compression."""
+    """Split a path into ``(name, format, compression)``; None for an unknown part."""
     name, compression, file_format = path.name, None, None
     if path.suffix.lower() in COMPRESSIONS:
         compression = path.suffix.lower()
@@ -59,11 +59,11 @@ def split_suffixes(path: Path) -> tuple[str, str | None, str | None]:
 
 
 def read_lines(path: Path, max_decompressed_bytes: int = 1 << 30) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a trace file that are not blank, decompressed, with their numbers from 1.
+    """Yield (line number from 1, decompressed line) for each line that is not blank.
 
     The file is read in pieces.  Raises TraceError for an unknown extension, a corrupt or truncated
     stream, a compressed file with more than ``max_decompressed_bytes`` of text and a line of more
-    than ``MAX_LINE_BYTES``; OSError for a file that cannot be opened.
+    than ``MAX_LINE_BYTES``.  Raises OSError for a file that cannot be opened.
     """
     _, file_format, compression = split_suffixes(path)
     if file_format is None:
@@ -99,7 +99,7 @@ def read_lines(path: Path, max_decompressed_bytes: int = 1 << 30) -> Iterator[tu
 
 
 def _chunks(path: Path, compression: str | None) -> Iterator[bytes]:
-    """The decompressed content; ValueError if it is corrupt or ends too early."""
+    """Yield the decompressed content.  Raises ValueError if it is corrupt or truncated."""
     with open(path, "rb") as file:
         if compression == ".zst":
             yield from _zstandard_chunks(file)
@@ -118,11 +118,11 @@ def _chunks(path: Path, compression: str | None) -> Iterator[bytes]:
 
 
 def _zstandard_chunks(file: BinaryIO) -> Iterator[bytes]:
-    """Frame by frame: zstandard's own reader takes a truncated file for a complete one."""
+    """Decompress frame by frame, because zstandard's reader does not report truncated files."""
     import zstandard
 
     data, frame = b"", None
-    while data or (data := file.read(1024)):  # of which zstandard can make 32 MiB
+    while data or (data := file.read(1024)):  # can expand to 32 MiB
         frame = frame or zstandard.ZstdDecompressor().decompressobj()
         try:
             yield frame.decompress(data)
@@ -136,11 +136,11 @@ def _zstandard_chunks(file: BinaryIO) -> Iterator[bytes]:
 class RecordParser:
     """Parses the lines of one file in order.
 
-    A call gives ``(timestamp_ms, input_length, output_length, hash_ids, further)``, or None for the
-    header of a CSV file.  ``further`` has all further numbers and texts of a JSON object.
-    Values come as the file has them, unchecked; CSV timestamps become milliseconds since the first
-    row (precise to 1 us) and ``hash_ids`` ().  Raises ValueError for a line that does not parse,
-    a missing field and a negative timestamp in JSON.
+    A call returns ``(timestamp_ms, input_length, output_length, hash_ids, further)``, or None for
+    the header of a CSV file.  ``further`` contains all further numbers and texts of a JSON object.
+    Values are not checked.  For CSV, timestamps are milliseconds since the first row (precise to 1
+    us), and ``hash_ids`` is ().  Raises ValueError for a line that does not parse, a missing field
+    and a negative timestamp in JSON.
     """
 
     def __init__(self, file_format: str | None):
@@ -178,17 +178,17 @@ class RecordParser:
         for field, length in zip(_AZURE_FIELDS[1:], lengths, strict=True):
             if not re.fullmatch("-?[0-9]+", length):
                 raise ValueError(f"{field} must be an integer, got {reprlib.repr(length)}")
-        # The 2024 files carry a time zone, the 2023 files do not: taken as UTC.
+        # Files of 2024 have a time zone.  Files of 2023 have none; UTC is assumed.
         moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
         self._start = self._start or moment
         return (moment - self._start) / timedelta(milliseconds=1), *map(_as_int, lengths), (), {}
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> None:
-    """Write lines of text, compressed as the extension says; the same lines give the same bytes.
+    """Write lines of text, compressed by extension.  The same lines give the same bytes.
 
-    ``path`` is replaced when everything is written; a failure leaves an existing file untouched.
-    Raises ValueError for an extension other than ``.jsonl``, ``.jsonl.gz`` and ``.jsonl.zst``.
+    ``path`` is replaced after everything is written, so a failure keeps an existing file.  Raises
+    ValueError for an extension other than ``.jsonl``, ``.jsonl.gz`` and ``.jsonl.zst``.
     """
     _, file_format, compression = split_suffixes(path)
     if file_format != ".jsonl":
@@ -224,7 +224,7 @@ def _compressed(file: BinaryIO, compression: str | None):
 
 
 def unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """The dict of an ``object_pairs_hook``.  Raises ValueError for a key that comes twice."""
+    """An ``object_pairs_hook`` that makes a dict.  Raises ValueError for a repeated key."""
     record = dict(pairs)
     if len(record) < len(pairs):
         ((repeated, _),) = Counter(key for key, _ in pairs).most_common(1)
@@ -236,14 +236,14 @@ _DECODER = json.JSONDecoder(object_pairs_hook=unique_keys)
 
 
 def parse_json(line: bytes) -> Any:
-    """The value of a JSON text.  Raises ValueError for text that is not UTF-8 or not JSON, and for
-    a key that comes twice in an object."""
+    """Parse a JSON text.  Raises ValueError for text that is not UTF-8 or not JSON, and for a key
+    that is repeated in an object."""
     text = _decoded(line)
     try:
         return _DECODER.decode(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"malformed JSON: {error.msg} at column {error.colno}") from None
-    except ValueError:  # a key comes twice, or an integer is too long for Python
+    except ValueError:  # a repeated key, or an integer too long for Python
         return json.JSONDecoder(object_pairs_hook=unique_keys, parse_int=_as_int).decode(text)
 
 
@@ -255,7 +255,7 @@ def _decoded(line: bytes) -> str:
 
 
 def _as_int(digits: str) -> float:
-    """An int; infinity if it has more digits than Python converts."""
+    """Convert to int; infinity if there are more digits than Python converts."""
     try:
         return int(digits)
     except ValueError:

@@ -45,24 +45,24 @@ class TraceRequest(NamedTuple):
     output_length: int
     """Generated tokens."""
     block_ids: np.ndarray
-    """Blocks of the prompt, in order.  Some traces number a partly filled last block, some do not.
+    """Ids of the prompt's blocks, in order.  Some traces have an id for a partly filled last block.
     """
     further: Mapping[str, float | str] = MappingProxyType({})
-    """Its values in the further columns of the trace."""
+    """Values of the request in ``Trace.columns``."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Trace:
-    """Requests in order of timestamp, ties in the order they were given.
+    """Requests in order of timestamp; ties keep the given order.
 
-    Made by ``load_trace``, ``make_workload`` or ``Trace.from_requests``, which check requests; the
-    constructor does not.  ``len(trace)``, ``trace[i]`` (a ``TraceRequest``), iteration and slices
-    (``trace[100:200]``, a ``Trace`` of its own) work as on a list.
+    Make traces with ``load_trace``, ``make_workload`` or ``Trace.from_requests``, which check
+    requests; the constructor does not.  ``len(trace)``, ``trace[i]`` (a ``TraceRequest``),
+    iteration and slices (``trace[100:200]``, a new ``Trace``) work as on a list.
     """
 
     name: str
     block_size: int | None
-    """Tokens per block.  None means unknown."""
+    """Tokens per block; None if unknown."""
     timestamps_ms: np.ndarray
     """Arrival times, ``(num_requests,)`` float64, ascending."""
     input_lengths: np.ndarray
@@ -70,16 +70,16 @@ class Trace:
     output_lengths: np.ndarray
     """Generated tokens, ``(num_requests,)`` int64."""
     block_ids: np.ndarray
-    """Blocks of all requests, concatenated, ``(num_block_references,)`` int32.  Ids are dense: 0 to
-    ``num_unique_blocks - 1`` by first appearance."""
+    """Block ids of all requests, concatenated, ``(num_block_references,)`` int32.  Ids are 0 to
+    ``num_unique_blocks - 1``, in order of first appearance."""
     offsets: np.ndarray
     """Request ``i`` has ``block_ids[offsets[i]:offsets[i + 1]]``; ``(num_requests + 1,)`` int64."""
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Further facts of the requests, ``(num_requests,)`` float64 or text (``StringDType``, of which
-    each value takes its own length); NaN or "": unknown.  Integers that float64 would round are
-    texts.  A coding agent's have ``session``, ``agent`` (0: the main one), ``stop`` (``tool_use``
-    or ``end_turn``), ``think_time`` (ms since the end of its previous answer), ``tool_tokens`` and
-    ``system_tokens`` (at the head of the prompt)."""
+    """Further facts about the requests, ``(num_requests,)`` arrays of float64 or text
+    (variable-length ``StringDType``).  NaN or "" means unknown.  Integers that float64 would round
+    are texts.  Traces of coding agents have ``session``, ``agent`` (0: main agent), ``stop``
+    (``tool_use`` or ``end_turn``), ``think_time`` (ms since the end of the agent's previous
+    answer), ``tool_tokens`` and ``system_tokens`` (both at the head of the prompt)."""
 
     @classmethod
     def from_requests(
@@ -87,12 +87,12 @@ class Trace:
     ) -> Trace:
         """Build a trace from ``(timestamp_ms, input_length, output_length, block_ids)`` tuples.
 
-        A fifth item, a mapping from names to numbers or texts, fills ``columns``.
-        Requests may come in any order, block ids may be any integers, and ``block_size`` None is
-        inferred as ``load_trace`` does.  Raises ValueError for a timestamp that is not a finite
-        number, a length that is not an integer from 0 to 2**31 - 1, block ids that are not
-        integers, repeat within a request or follow different ids in two, further values that are
-        neither finite numbers nor texts, and a ``block_size`` below 1.
+        A fifth item, a mapping from names to numbers or texts, fills ``columns``.  Requests may be
+        in any order.  Block ids may be any integers.  ``block_size`` None is inferred as in
+        ``load_trace``.  Raises ValueError for a timestamp that is not a finite number, a length
+        that is not an integer from 0 to 2**31 - 1, a block id that is not an integer, repeats
+        within a request or follows different ids in two requests, a further value that is neither
+        finite number nor text, and a ``block_size`` below 1.
         """
         where = "requests[{}]".format
 
@@ -107,12 +107,12 @@ class Trace:
 
     @property
     def num_block_references(self) -> int:
-        """Blocks of all requests, repetitions counted."""
+        """Number of blocks of all requests, repetitions included."""
         return len(self.block_ids)
 
     @cached_property
     def num_unique_blocks(self) -> int:
-        """Different blocks of all requests: the capacity from which on nothing is evicted."""
+        """Number of different blocks.  A pool of this capacity never evicts."""
         return int(self.block_ids.max()) + 1 if len(self.block_ids) else 0
 
     @property
@@ -122,7 +122,7 @@ class Trace:
 
     @cached_property
     def digest(self) -> str:
-        """128-bit hash of the content as 32 hex digits; the name does not count."""
+        """128-bit hash of the requests and the block size, as 32 hex digits.  Ignores the name."""
         digest = hashlib.blake2b(repr((self.block_size, len(self))).encode(), digest_size=16)
         for values in (
             self.timestamps_ms,
@@ -138,16 +138,16 @@ class Trace:
 
     @cached_property
     def infinite_cache_hit_rate(self) -> float:
-        """Block hit rate of a cache that never evicts, the bound of every policy.
+        """Block hit rate of a cache that never evicts: the upper bound for every policy.
 
-        As in the serial replay of ``cache.simulate``: the hits of a request are the longest
-        leading run of blocks seen in earlier requests.  0 without blocks.
+        As in ``cache.simulate``, the hits of a request are the longest leading run of blocks that
+        earlier requests contain.  0 for a trace without blocks.
         """
         import numpy as np
 
         if not self.has_blocks:
             return 0.0
-        # Ids are numbered by first appearance: a block is new if its id exceeds all before it.
+        # Ids are in order of first appearance: a block is new if its id exceeds all previous ids.
         newest = np.maximum.accumulate(self.block_ids)
         is_new = np.append(True, newest[1:] > newest[:-1])
         new_positions = np.append(np.flatnonzero(is_new), len(self.block_ids))
@@ -158,9 +158,9 @@ class Trace:
 
     @cached_property
     def request_facts(self) -> np.ndarray:
-        """The policies' ``RequestInfo`` of each request, ``(num_requests, 6)`` float64.
+        """Fields of ``RequestInfo`` for each request, ``(num_requests, 6)`` float64.
 
-        Hints are from ``stop`` and ``session`` in ``columns``; NaN where these are not known.
+        The columns ``stop`` and ``session`` give ``calls_tool`` and ``ends_session`` (else NaN).
         """
         import numpy as np
 
@@ -175,7 +175,7 @@ class Trace:
         return np.column_stack((self.timestamps_ms, *lengths, calls_tool, ends_session))
 
     def take(self, indices: Sequence[int] | np.ndarray) -> Trace:
-        """The requests at ``indices``, integers that ascend from 0 or more (else ValueError)."""
+        """The requests at ``indices``.  Raises ValueError unless they ascend from 0 or more."""
         import numpy as np
 
         rows = np.asarray(indices) if len(indices) else np.empty(0, int)
@@ -199,13 +199,13 @@ class Trace:
     def coarsened(self, factor: int) -> Trace:
         """The same requests in blocks of ``factor * block_size`` tokens.
 
-        A coarse block is ``factor`` blocks in a row from the start of the prompt; those left over
-        at its end fill no coarse block and are dropped.
+        Each group of ``factor`` consecutive blocks of a prompt becomes a coarse block.  Blocks at
+        the end that do not fill a group are dropped.
         """
         import numpy as np
 
         at_least(1, "factor", factor)
-        # A block is unique to its prefix, so the last of a group names the group.
+        # A block is unique to its prefix, so the last block of a group identifies the group.
         block_ids, offsets = _picked(
             self.block_ids, self.offsets[:-1] + factor - 1, np.diff(self.offsets) // factor, factor
         )
@@ -251,22 +251,22 @@ def load_trace(
     block_size: int | None = None,
     max_decompressed_bytes: int = 1 << 30,
 ) -> Trace:
-    """Read a request trace: JSON lines as published with Mooncake, or Azure's CSV.
+    """Read a request trace: JSON lines in Mooncake's format, or CSV in Azure's format.
 
-    ``path`` ends in ``.jsonl`` or ``.csv``, alone or followed by ``.gz`` or ``.zst``.  The trace is
-    named after the file.  CSV traces have no blocks; their timestamps count from the first row.
-    Further numbers and texts of a JSON object fill ``Trace.columns``.
+    ``path`` ends in ``.jsonl`` or ``.csv``, optionally followed by ``.gz`` or ``.zst``.  The name
+    of the trace is the file's.  CSV traces have no blocks; their timestamps are relative to the
+    first row.  Further numbers and texts of a JSON object become ``Trace.columns``.
 
-    ``block_size`` is the publisher's; None infers it from the data.  Mooncake gives an id
-    to every block, a partly filled last one included: ``len(hash_ids) == ceil(input_length /
-    block_size)``.  Other publishers number full blocks only: ``floor``.  Each request bounds the
-    sizes that fit.  The first rule by which a power of two fits all requests decides: that power,
-    or unknown if several fit.  If there is no such rule, the only whole number that fits is taken.
-    If no size fits all requests but a power of two fits more than half of those with several ids, a
-    request that it does not fit has a wrong number of ids and is an error.  Otherwise None.
+    ``block_size`` is the publisher's; None infers it from the data.  Mooncake gives an id to every
+    block, including a partly filled last block: ``len(hash_ids) == ceil(input_length /
+    block_size)``.  Other publishers give ids to full blocks only: ``floor`` instead of ``ceil``.
+    The rules are tried in this order.  A power of two that fits all requests by a rule is the block
+    size; if several powers fit, it is unknown (None).  If no power fits by either rule, the only
+    integer that fits all requests is used.  If no integer does, but a power of two fits most
+    requests with several ids, a request that it does not fit is an error.  Otherwise None.
 
-    Memory stays within a small multiple of the decompressed text, which is read in pieces.  Limits:
-    ``max_decompressed_bytes`` of text from a compressed file, 64 MiB in a line, 256 further fields
+    The file is read in pieces; memory use is a small multiple of the decompressed text.  Limits:
+    ``max_decompressed_bytes`` of text from a compressed file, 64 MiB per line, 256 further fields
     in all requests together, 2**31 - 1 for a length.
 
     Raises TraceError (a ValueError) that names file, line and reason for anything malformed: an
@@ -274,8 +274,8 @@ def load_trace(
     timestamp that is not a finite number of at least 0, a length that is not an integer of at least
     0, ``hash_ids`` that are not integers, repeat within a request, follow different ids in two
     lines or do not match ``input_length``, a further number that is not finite, a text that is not
-    Unicode, a key or column that comes twice, no request at all, and an exceeded limit.  Raises
-    ValueError for a ``block_size`` below 1 and OSError for a file that cannot be opened.
+    Unicode, a key or column that is repeated, a file without requests, and an exceeded limit.
+    Raises ValueError for a ``block_size`` below 1 and OSError for a file that cannot be opened.
     """
     path = Path(path)
     name, file_format, _ = split_suffixes(path)
@@ -286,7 +286,7 @@ def load_trace(
 def read_requests(
     path: Path, parse: Callable[[bytes], tuple | None], name: str, block_size: int | None, **limit
 ) -> Trace:
-    """The trace of the requests that ``parse`` finds in the lines of a file, None for no request.
+    """Read a trace.  ``parse`` makes a request from a line, or returns None if it has no request.
 
     Raises TraceError for a malformed line, and for a file without requests.
     """
@@ -301,7 +301,7 @@ def save_trace(trace: Trace, path: str | os.PathLike) -> None:
     """Write a trace as JSON lines that ``load_trace`` reads back.
 
     ``path`` ends in ``.jsonl``, ``.jsonl.gz`` or ``.jsonl.zst`` (else ValueError) and is replaced
-    at once, when everything is written.  The format has no place for name and block size.
+    atomically after everything is written.  Name and block size are not saved.
     """
     write_lines(Path(path), map(_json_line, trace))
 
@@ -328,17 +328,17 @@ def collected(
     name: str,
     block_size: int | None,
 ) -> Trace:
-    """The trace of the requests that ``parse`` finds in ``rows``, pairs of a place and a row.
+    """Make a trace of ``rows``, pairs (place, row).  ``parse`` makes a request from a row.
 
-    ``parse`` returns None for a row that is no request.  Raises ``error(place, reason)`` for a
-    malformed row; ``where(place)`` names a second row in a reason.
+    ``parse`` returns None for a row without a request.  Raises ``error(place, reason)`` for a
+    malformed row.  If the reason mentions another row, ``where(place)`` is the name of that row.
     """
     import numpy as np
 
     if block_size is not None:
         block_size = at_least(1, "block_size", block_size)
     timestamps, inputs, outputs = array("d"), array("q"), array("q")
-    ids: Any = array("q")  # or a list, beyond 64 bits
+    ids: Any = array("q")  # or a list, if an id exceeds 64 bits
     ends, places = array("q", [0]), list[Any]()
     known: defaultdict[str, list[float | str | None]] = defaultdict(list)
     for place, row in rows:
@@ -385,9 +385,9 @@ def collected(
 
 
 def _known(column: str, value: float | str | None) -> float | str | None:
-    """``value``, None for NaN, text for an integer that float64 would round.
+    """``value``; None for NaN; a text for an integer that float64 would round.
 
-    ValueError unless it is a finite number or a text of Unicode.
+    Raises ValueError unless ``value`` is a finite number, NaN, None or a Unicode text.
     """
     if isinstance(value, numbers.Real):
         is_valid = value != value or abs(value) <= sys.float_info.max
@@ -402,7 +402,7 @@ def _known(column: str, value: float | str | None) -> float | str | None:
 
 
 def _column(values: list[float | str | None], num_requests: int) -> np.ndarray:
-    """A column of texts if any value is a text, else of numbers; requests at the end lack one."""
+    """A column of texts if any value is a text, else of numbers.  Missing values are at the end."""
     import numpy as np
 
     values += [None] * (num_requests - len(values))
@@ -414,7 +414,7 @@ def _column(values: list[float | str | None], num_requests: int) -> np.ndarray:
 
 @contextlib.contextmanager
 def placed(error: Callable[[Any, str], ValueError], place: Any) -> Iterator[None]:
-    """Raise ``error(place, reason)`` for an error in a row."""
+    """Turn an error in the body into ``error(place, reason)``."""
     try:
         yield
     except KeyError as missing:
@@ -452,7 +452,7 @@ def _ids(values) -> Sequence[int]:
 def _two_prefixes(
     block_ids: np.ndarray, offsets: np.ndarray, ids: Sequence[int]
 ) -> tuple[int, int, str] | None:
-    """Two requests, the later first, with one block after different blocks, and the reason."""
+    """Find a block that follows different blocks: (later request, earlier request, reason)."""
     import numpy as np
 
     before = np.append(np.int32(-1), block_ids)
@@ -474,9 +474,9 @@ def _two_prefixes(
 def _picked(
     block_ids: np.ndarray, starts: np.ndarray, counts: np.ndarray, step: int = 1
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Select ``counts[i]`` of ``block_ids`` for each request; returns ``(block_ids, offsets)``.
+    """Select ``counts[i]`` block ids for request i; returns ``(block_ids, offsets)``.
 
-    They are at ``starts[i]``, ``starts[i] + step`` and so on.
+    The selected positions are ``starts[i]``, ``starts[i] + step`` and so on.
     """
     import numpy as np
 
@@ -486,7 +486,7 @@ def _picked(
 
 
 def _dense(given: Sequence[int]) -> np.ndarray:
-    """Dense int32 ids, by first appearance, that repeat where ``given`` ones repeat."""
+    """Map the ``given`` ids to dense int32 ids in order of first appearance."""
     import numpy as np
 
     ids = np.asarray(given, None if isinstance(given, array) else object)
@@ -496,11 +496,11 @@ def _dense(given: Sequence[int]) -> np.ndarray:
 
 
 def _numbered_by_first_appearance(ids: np.ndarray) -> np.ndarray:
-    """As ``_dense``, for ids of 0 to a small multiple of their number."""
+    """Like ``_dense``, for ids from 0 to a small multiple of their number."""
     import numpy as np
 
     first = np.full(int(ids.max(initial=-1)) + 1, len(ids))
-    first[ids[::-1]] = np.arange(len(ids))[::-1]  # the last assignment stays: the first position
+    first[ids[::-1]] = np.arange(len(ids))[::-1]  # the last assignment wins: the first position
     present = np.flatnonzero(first < len(ids))
     dense = np.empty(len(first), np.int32)
     dense[present[np.argsort(first[present])]] = np.arange(len(present))
@@ -513,7 +513,7 @@ def _infer_block_size(input_lengths: np.ndarray, num_blocks: np.ndarray) -> int 
     intervals = [_sizes_that_fit(input_lengths, num_blocks)]
     filled = input_lengths > 0
     if (filled == (num_blocks > 0)).all():
-        # The last block counts if a token is in it: as if full blocks followed the first token.
+        # The ceil rule: the same as the floor rule for all tokens and blocks but the first.
         intervals.insert(0, _sizes_that_fit(input_lengths[filled] - 1, num_blocks[filled] - 1))
     for smallest, largest in intervals:
         power = 1 << (smallest - 1).bit_length()
@@ -525,7 +525,7 @@ def _infer_block_size(input_lengths: np.ndarray, num_blocks: np.ndarray) -> int 
 def _unlike_most(input_lengths: np.ndarray, num_blocks: np.ndarray) -> tuple[int, str] | None:
     """The first request whose number of ids contradicts most requests, and the reason.
 
-    None if one size fits all requests, or no power of two fits most of them.
+    None if one size fits all requests, or if no power of two fits most requests.
     """
     import numpy as np
 

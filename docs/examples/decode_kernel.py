@@ -1,4 +1,4 @@
-"""Paged decode attention in Triton's interpreter, on a CPU, against the reference in PyTorch.
+"""Compare paged decode attention in Triton's interpreter with the PyTorch reference, on a CPU.
 
 .venv/bin/python docs/examples/decode_kernel.py
 """

@@ -1,4 +1,4 @@
-"""Hit rates of four eviction policies on a trace of the repository, in a pool of 5 % of its blocks.
+"""Hit rates of four eviction policies on a trace, in a pool of 5 % of the trace's unique blocks.
 
 .venv/bin/python docs/examples/hit_rates.py [TRACE.jsonl.zst]
 """
@@ -16,7 +16,7 @@ def main(path: str | Path) -> None:
     capacity = trace.num_unique_blocks // 20
     print(f"{trace.name}: {trace.num_requests} requests, a pool of {capacity} blocks")
     print("| policy | block hit rate |\n| --- | --- |")
-    for policy in ("lru", "arc", "gittins", "belady"):  # belady knows the future: the upper bound
+    for policy in ("lru", "arc", "gittins", "belady"):  # belady: the upper bound
         result = cache.simulate(trace, policy=policy, capacity_blocks=capacity)
         print(f"| {policy} | {result.block_hit_rate:.3f} |")
 

@@ -3,7 +3,7 @@
     .venv/bin/python -m experiments run eviction --policy lru --policy belady \\
         --policy docs/examples/my_policy.py:TailFirst --policy docs/examples/my_policy.py:Clock
 
-The engine takes them too: ``LLM(model, policy="docs/examples/my_policy.py:Clock")``.
+Use a policy in the engine: ``LLM(model, policy="docs/examples/my_policy.py:Clock")``.
 """
 
 from cache.policies import PriorityPolicy, QueuePolicy
@@ -11,9 +11,9 @@ from cache.policies.queues import Queue
 
 
 class TailFirst(PriorityPolicy):
-    """LRU that evicts the deep blocks of a prompt sooner than its beginning.
+    """LRU that evicts the deep blocks of a prompt before its first blocks.
 
-    A policy that is one number per block needs nothing else; the replay compiles it.
+    A policy that ranks blocks by one number needs only ``priority``; the replay compiles it.
     ``BlockHistory`` in ``cache/policies/priority.py`` lists the properties of a block.
     """
 
@@ -23,11 +23,11 @@ class TailFirst(PriorityPolicy):
 
 
 class Clock(QueuePolicy):
-    """FIFO with a second chance (Corbató, 1968): blocks that were hit return to the end once.
+    """FIFO with a second chance (Corbató, 1968): a hit lets a block return to the end once.
 
-    A policy of queues defines the queue of a new block, the effect of a hit and the block to evict;
-    ``QueuePolicy`` in ``cache/policies/queues.py`` does the rest.  ``cache/policies/base.py`` has
-    the whole interface for policies of other kinds.
+    A subclass of ``QueuePolicy`` (``cache/policies/queues.py``) defines the queue of a new block,
+    the effect of a hit, and the block to evict.  ``cache/policies/base.py`` has the whole interface
+    for other kinds of policies.
     """
 
     def _reset(self) -> None:

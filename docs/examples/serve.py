@@ -1,4 +1,4 @@
-"""Serve one prompt twice with a small random model: the second time its prefix is cached.
+"""Serve a prompt twice with a small random model.  The second time, its prefix is cached.
 
 .venv/bin/python docs/examples/serve.py
 """

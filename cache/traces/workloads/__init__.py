@@ -1,11 +1,11 @@
-"""Seeded synthetic workloads, for machines without traces and for questions traces cannot answer.
+"""Seeded synthetic workloads, for use without traces and for effects that traces do not show.
 
-A workload is a generator of requests in a file of its own, which ``@workload`` turns into a
-function that returns a ``Trace``; its keyword arguments are its options.  A new one is one file and
-one name in ``WORKLOADS``.
+A workload is a generator of requests in its own file.  ``@workload`` turns the generator into a
+function that returns a ``Trace``.  Keyword arguments are the options of the workload.  To add a
+workload, write a file and list its function in ``WORKLOADS``.
 
-All of them number full blocks only, as ``cache.traces.trace`` says.  A longer workload begins with
-the shorter one of the same seed and options.
+In all workloads only full blocks have ids.  With the same seed and options, a longer workload
+begins with the requests of a shorter workload.
 """
 
 from collections.abc import Callable
@@ -33,13 +33,13 @@ def make_workload(
     num_requests: int | None = None,
     **options,
 ) -> Trace:
-    """Generate the synthetic workload ``name``; the same arguments give the same trace anywhere.
+    """Generate the synthetic workload ``name``.  Same arguments, same trace, on every machine.
 
-    The function ``WORKLOADS[name]`` documents the options and has the defaults of ``block_size``
-    (tokens), ``num_requests`` and ``options``.  Timestamps are whole milliseconds.
+    The function ``WORKLOADS[name]`` documents the options and defines the defaults of
+    ``block_size`` (tokens), ``num_requests`` and ``options``.  Timestamps are whole milliseconds.
 
-    Raises ValueError naming the choices for an unknown name or option, and the bounds for a value
-    out of range.
+    Raises ValueError for an unknown name or option (the message lists the choices), and for a value
+    out of range (the message has the bounds).
     """
     if name not in WORKLOADS:
         raise ValueError(f"unknown workload {name!r}; choose from {', '.join(WORKLOADS)}")

@@ -1,4 +1,4 @@
-"""Coding agents: long contexts that grow by tool calls in many short steps."""
+"""Coding agents: long contexts that grow with every tool call, in many short steps."""
 
 from functools import partial
 
@@ -33,28 +33,28 @@ def agent_loops(
 ) -> options.Requests:
     """Tool-calling agents: each step appends the model's call and the tool's result.
 
-    Nearly all of a prompt was in the previous one, seconds ago.  While the agent waits for a person
-    or a sub-agent, its whole context is idle.  After compaction the old context is never used
-    again.
+    Nearly all tokens of a prompt were in the previous prompt, seconds ago.  While the agent waits
+    for a person or a sub-agent, its whole context is idle.  After compaction the old context is
+    never used again.
 
     Args:
-        session_rate: Poisson arrivals of agent sessions, per second.
-        num_agents: Kinds of agents, each with a system prompt (instructions and tools);
-            ``zipf_exponent`` is the skew of their popularity.
-        system_tokens: Median length of a system prompt; each has one length.
-        task_tokens: Median length of the task and the files it comes with.
+        session_rate: Rate of Poisson arrivals of agent sessions, per second.
+        num_agents: Number of kinds of agents.  Each kind has a system prompt (instructions and
+            tools).  ``zipf_exponent`` is the skew of their popularity.
+        system_tokens: Median length of a system prompt.  Its length is the same in all sessions.
+        task_tokens: Median length of a task, including its files.
         mean_steps: Mean number of steps of a session (geometric).
         output_tokens: Median length of the model's output in a step.
         tool_result_tokens: Median length of a tool's result.
         length_sigma: Standard deviation of the logarithm of every length (log-normal).
-        tool_seconds: Median run time of a tool; in a share ``pause_probability`` of the steps a
-            person has to answer first, median ``pause_seconds``.  Log-normal with ``time_sigma``.
-        ms_per_output_token: Time the model takes to write.
-        subagent_probability: Share of the steps that start a sub-agent: the same system prompt, a
-            task and a context of its own, ``mean_subagent_steps`` steps (geometric) while the agent
-            waits; its last output is the tool result.  Sub-agents start none.
-        max_context_tokens: A context that would exceed it is compacted: system prompt and task
-            stay, the steps are replaced by a summary of median ``summary_tokens``.
+        tool_seconds: Median run time of a tool.  With ``pause_probability`` a step waits for a
+            person instead, median ``pause_seconds``.  Both are log-normal with ``time_sigma``.
+        ms_per_output_token: Time to generate a token.
+        subagent_probability: Share of the steps that start a sub-agent with the same system prompt,
+            but its own task and context.  It takes ``mean_subagent_steps`` steps (geometric).  The
+            agent waits for it.  Its last output is the tool result.  Sub-agents start no others.
+        max_context_tokens: A context that would exceed this length is compacted: a summary of
+            median length ``summary_tokens`` replaces all but the system prompt and the task.
     """
     arrivals_rng, sessions_rng = draws.generator(seed).spawn(2)
     space = PromptSpace(block_size)
@@ -65,13 +65,13 @@ def agent_loops(
     ]
 
     def session(arrival_ms: int):
-        # Its own generator: the steps do not depend on how sessions happen to interleave.
+        # Each session has its own generator, so its steps do not depend on other sessions.
         (rng,) = sessions_rng.spawn(1)
         system_prompt = system_prompts[popularity.draw(rng)]
         yield from agent(rng, arrival_ms, system_prompt, mean_steps, subagent_probability)
 
     def agent(rng, now: float, system_prompt: Prompt, mean_steps: float, spawns: float):
-        """Yield the requests of one agent; return when it ends and the length of its answer."""
+        """Yield the requests of one agent.  Returns its end time and the length of its answer."""
         prompt = task = space.extended(system_prompt, tokens(rng, task_tokens))
         while True:
             output_length = tokens(rng, output_tokens)

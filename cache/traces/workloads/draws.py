@@ -1,7 +1,7 @@
 """Random lengths, popularity and arrivals of workloads.
 
-Values are sampled one by one, so that a longer workload begins with the shorter one, and rounded to
-whole tokens and milliseconds, so that the last digit of a platform's ``exp`` cannot matter.
+Values are sampled one by one, so a longer workload begins with a shorter workload's requests.  They
+are rounded to whole tokens and milliseconds, so the last digit of ``exp`` does not matter.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def generator(seed: int) -> np.random.Generator:
 
 
 def log_normal(rng: np.random.Generator, median: float, sigma: float) -> float:
-    """A log-normal value; ``sigma`` is the standard deviation of its natural logarithm."""
+    """Sample a log-normal value; ``sigma``: standard deviation of its natural logarithm."""
     return median * math.exp(min(sigma * rng.standard_normal(), 600))  # finite in any case
 
 
 def log_normal_tokens(rng: np.random.Generator, median: float, sigma: float) -> int:
-    """A log-normal number of tokens, at least 1.  Raises ValueError for more than 2**24."""
+    """Sample a log-normal number of tokens, at least 1.  Raises ValueError above 2**24."""
     tokens = log_normal(rng, median, sigma)
     if tokens > 2**24:
         raise ValueError(f"median={median}, sigma={sigma}: a text of {tokens:.0f} tokens was drawn")
@@ -46,9 +46,9 @@ def poisson_arrivals_ms(rng: np.random.Generator, rate_per_second: float) -> Ite
 
 
 class Zipf:
-    """Ranks 0 to ``size - 1``, rank r sampled in proportion to ``(r + 1) ** -exponent``.
+    """Samples ranks 0 to ``size - 1``: rank r in proportion to ``(r + 1) ** -exponent``.
 
-    Exponent 0 is uniform; web and prompt popularity are usually found near 1.
+    Exponent 0 is uniform.  The popularity of web pages and prompts usually has an exponent near 1.
     """
 
     def __init__(self, size: int, exponent: float):
@@ -60,10 +60,10 @@ class Zipf:
         return bisect.bisect_right(self._cumulative, rng.random() * self._cumulative[-1])
 
     def draw_distinct(self, rng: np.random.Generator, count: int) -> list[int]:
-        """``count`` different ranks, sampled one by one, then put in random order."""
+        """``count`` different ranks, sampled without replacement, in random order."""
         import numpy as np
 
-        # Gumbel's trick: the largest log weight plus noise are a draw without replacement.
+        # Gumbel-max trick: the largest log weights plus noise sample without replacement.
         ranks = np.arange(1, len(self._cumulative) + 1)
         keys = rng.gumbel(size=len(ranks)) - self._exponent * np.log(ranks)
         chosen = np.sort(np.argpartition(-keys, count - 1)[:count])
@@ -73,12 +73,12 @@ class Zipf:
 def interleaved(
     arrivals_ms: Iterator[int], session: Callable[[int], Iterator[tuple]]
 ) -> Iterator[tuple]:
-    """Endless requests of many sessions in order of time.
+    """Merge the requests of endlessly many sessions in order of time.
 
-    ``session(arrival_ms)`` iterates over the requests of one session: tuples that begin with their
-    timestamp, ascending, the first at ``arrival_ms``.
+    ``session(arrival_ms)`` iterates over the requests of a session: tuples that begin with a
+    timestamp.  Timestamps ascend from ``arrival_ms``.
     """
-    waiting: list[tuple[int, int, tuple, Iterator[tuple]]] = []  # for the time of the next request
+    waiting: list[tuple[int, int, tuple, Iterator[tuple]]] = []  # by time of the next request
 
     def wait(number: int, requests: Iterator[tuple]) -> None:
         if (request := next(requests, None)) is not None:

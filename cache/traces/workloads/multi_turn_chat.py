@@ -1,4 +1,4 @@
-"""Chat sessions: every turn sends the conversation so far."""
+"""Chat sessions: every turn sends the whole previous conversation."""
 
 from functools import partial
 from itertools import count
@@ -28,22 +28,22 @@ def multi_turn_chat(
 ) -> options.Requests:
     """Conversations: a prompt is the previous prompt, the previous answer and a new message.
 
-    A conversation is used again after its user's think time, and never after the last turn.
-    Recency predicts reuse, and blocks hit if they outlive the think time.
+    The blocks of a conversation are used again after the user's think time, and never after the
+    last turn.  Recency predicts reuse.  Blocks hit if they stay in the cache during the think time.
 
     Args:
-        session_rate: Poisson arrivals of conversations, per second.
-        num_system_prompts: Assistants; ``zipf_exponent`` is the skew of their popularity.
-        system_tokens: Median length of a system prompt; each has one length.
+        session_rate: Rate of Poisson arrivals of conversations, per second.
+        num_system_prompts: Number of assistants; ``zipf_exponent``: skew of their popularity.
+        system_tokens: Median length of a system prompt.  Its length is the same in all requests.
         mean_turns: Mean number of turns (geometric).
         message_tokens: Median length of a user's message.
         output_tokens: Median length of an answer.
         length_sigma: Standard deviation of the logarithm of every length (log-normal).
         think_seconds: Median time from the end of an answer to the next message (log-normal with
             ``think_sigma``).
-        ms_per_output_token: Time an answer takes.
-        max_context_tokens: A conversation ends before the turn whose prompt and answer would
-            exceed it; the first turn is always sent.
+        ms_per_output_token: Time to generate a token.
+        max_context_tokens: A conversation ends before a turn whose prompt and answer would exceed
+            this length.  The first turn is always sent.
     """
     arrivals_rng, sessions_rng = draws.generator(seed).spawn(2)
     space = PromptSpace(block_size)
@@ -55,7 +55,7 @@ def multi_turn_chat(
     ]
 
     def conversation(arrival_ms: float):
-        # Its own generator: the turns do not depend on how conversations happen to interleave.
+        # Each conversation has its own generator, so turns do not depend on other conversations.
         (rng,) = sessions_rng.spawn(1)
         prompt = system_prompts[popularity.draw(rng)]
         now = arrival_ms

@@ -1,4 +1,4 @@
-"""Checked options of all workloads, and the step from sampled requests to a ``Trace``."""
+"""Checks options of workloads, and makes a ``Trace`` from sampled requests."""
 
 import functools
 import inspect
@@ -33,10 +33,10 @@ Requests = Iterator[tuple[int, Prompt, int]]
 
 
 def workload(requests: Callable[..., Requests]) -> Callable[..., Trace]:
-    """Turn ``requests``, an endless generator, into a function that returns a ``Trace`` of them.
+    """Turn ``requests``, an endless generator, into a function that returns a ``Trace``.
 
-    It takes the options of ``requests``, whose annotations bound the values, and ends after
-    ``num_requests``.  It raises ValueError for an unknown option and a value out of its bounds.
+    The function has the options of ``requests``; their annotations bound the values.  The trace has
+    ``num_requests`` requests.  Raises ValueError for unknown options and values out of bounds.
     """
     name = requests.__name__
     parameters = inspect.signature(requests, eval_str=True).parameters

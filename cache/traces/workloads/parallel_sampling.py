@@ -1,4 +1,4 @@
-"""Several samples of every prompt, over several passes of a data set."""
+"""Several samples of every prompt, in several passes over a data set."""
 
 from functools import partial
 
@@ -25,16 +25,16 @@ def parallel_sampling(
 ) -> Requests:
     """Rollouts and best-of-n: each prompt comes ``num_samples`` times at the same instant.
 
-    The prompts form a data set that is run pass after pass, in a new order each time.  Nearly all
-    other prompts are used between two uses of a prompt, so with a cache much smaller than the data
-    set recency keeps the wrong blocks.
+    The prompts form a data set that is run pass after pass, in a new order each time.  Between two
+    uses of a prompt, nearly all other prompts are used.  So if the cache is much smaller than the
+    data set, LRU keeps the wrong blocks.
 
     Args:
-        prompt_rate: Poisson arrivals of prompts, per second.
-        num_samples: Requests per prompt, all with the same timestamp.
-        num_prompts: Size of the data set.
-        num_templates: Few-shot templates that the prompts begin with; ``zipf_exponent`` is the
-            skew of how many prompts use each.
+        prompt_rate: Rate of Poisson arrivals of prompts, per second.
+        num_samples: Number of requests per prompt, all with the same timestamp.
+        num_prompts: Number of prompts in the data set.
+        num_templates: Number of few-shot templates.  Each prompt begins with a template;
+            ``zipf_exponent`` is the skew of their popularity.
         template_tokens: Median length of a template.
         question_tokens: Median length of the text after the template.
         output_tokens: Median length of a sample.

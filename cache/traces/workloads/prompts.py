@@ -1,8 +1,8 @@
-"""Prompts put together from texts, and the names of their blocks.
+"""Prompts made of texts, and the ids of their blocks.
 
-A *text* is a unique run of tokens.  Two prompts agree exactly as far as they consist of the same
-texts, each taken from its beginning.  Which words a text consists of does not matter to a cache, so
-a text is a number.
+A *text* is a unique sequence of tokens.  Two prompts share a prefix exactly as far as they consist
+of the same texts, each from its first token.  The words of a text do not matter to a cache, so a
+text is a number.
 """
 
 from dataclasses import dataclass
@@ -10,29 +10,29 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt; immutable, so that continuations can share its blocks."""
+    """An immutable prompt, so that longer prompts can share its blocks."""
 
     num_tokens: int
     block_ids: list[int]
-    """Its full blocks.  Shared with other prompts: not to be changed."""
+    """Ids of its full blocks.  Do not change the list: other prompts share it."""
     tail: tuple[int, ...]
-    """The tokens after the last full block: ``text, start, stop`` of each text in turn."""
+    """The tokens after the last full block: ``text, start, stop`` for each text, concatenated."""
 
 
 class PromptSpace:
-    """All prompts of a workload; gives every block an id that is unique to its prefix.
+    """Makes all prompts of a workload.  The id of a block is unique to its prefix.
 
-    A block is known by its parent block and its own tokens.  Ids count up, parents before children.
+    Parent block and tokens identify a block.  The id of a parent is smaller than its children's.
     """
 
     def __init__(self, block_size: int):
         self.block_size = block_size
         self.empty = Prompt(0, [], ())
         self._num_texts = 0
-        self._ids: dict[tuple[int, ...], int] = {}  # by parent block and tokens
+        self._ids: dict[tuple[int, ...], int] = {}  # keys: parent block, tokens
 
     def new_text(self) -> int:
-        """A text that no prompt contains yet."""
+        """Return a text that no prompt contains yet."""
         self._num_texts += 1
         return self._num_texts - 1
 

@@ -1,4 +1,4 @@
-"""Retrieval-augmented generation: documents in an order that changes from request to request."""
+"""Retrieval-augmented generation: the order of documents differs from request to request."""
 
 from functools import partial
 
@@ -25,19 +25,19 @@ def rag(
 ) -> Requests:
     """Questions over retrieved documents: system prompt, documents in random order, question.
 
-    A document's blocks are reusable only behind the same documents in the same order, so most
-    popular documents still miss: only the system prompt and a popular first document hit.
+    A document's blocks can hit only behind the same documents in the same order.  So only the
+    system prompt and a popular first document hit; most popular documents miss.
 
     Args:
-        request_rate: Poisson arrivals, requests per second.
-        num_documents: Size of the corpus; ``zipf_exponent`` is the skew of the popularity.
-        documents_per_request: Different documents of a request, sampled by popularity.
-        system_tokens: Length of the one system prompt.
-        document_tokens: Median length of a document; each has one length.
+        request_rate: Rate of Poisson arrivals, requests per second.
+        num_documents: Number of documents; ``zipf_exponent``: skew of their popularity.
+        documents_per_request: Number of different documents per request, sampled by popularity.
+        system_tokens: Length of the system prompt, which all requests share.
+        document_tokens: Median length of a document.  Its length is the same in all requests.
         question_tokens: Median length of a question.
         output_tokens: Median length of an answer.
-        length_sigma: Standard deviation of the logarithm of all lengths but the system prompt's
-            (log-normal).
+        length_sigma: Standard deviation of the logarithm of every length (log-normal), except the
+            system prompt's.
     """
     if documents_per_request > num_documents:
         raise ValueError(

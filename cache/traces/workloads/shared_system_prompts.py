@@ -1,4 +1,4 @@
-"""Many applications, each with its own system prompt, popular to different degrees."""
+"""Many applications.  Each application has its own system prompt; some are more popular."""
 
 from functools import partial
 
@@ -21,15 +21,15 @@ def shared_system_prompts(
     output_tokens: Positive = 150.0,
     length_sigma: NonNegative = 0.8,
 ) -> Requests:
-    """Independent requests: one of many system prompts, then a message that never comes again.
+    """Independent requests: a popular or rare system prompt, then a unique message.
 
-    System prompts have a static Zipf popularity, and all other blocks are used once: the classic
-    case for frequency over recency.
+    System prompts have a static Zipf popularity, and all other blocks are used once.  In this
+    classic case frequency predicts reuse better than recency.
 
     Args:
-        request_rate: Poisson arrivals, requests per second.
-        num_system_prompts: Applications; ``zipf_exponent`` is the skew of their popularity.
-        system_tokens: Median length of a system prompt; each has one length.
+        request_rate: Rate of Poisson arrivals, requests per second.
+        num_system_prompts: Number of applications; ``zipf_exponent``: skew of their popularity.
+        system_tokens: Median length of a system prompt.  Its length is the same in all requests.
         message_tokens: Median length of a user's message.
         output_tokens: Median length of an answer.
         length_sigma: Standard deviation of the logarithm of every length (log-normal).
