@@ -1,9 +1,9 @@
-"""The ops in plain PyTorch, with the same signatures and written to be read.
+"""Readable implementations of the ops in plain PyTorch, with the same signatures.
 
-A reference computes in the dtype of its inputs. With fp64 inputs it gives the result that kernels
-are compared with. With the kernel's own fp16 or bf16 inputs it is the eager low-precision
-computation whose error bounds theirs (kernels/testing/accuracy.py). From an fp8 cache both read the
-same quantised numbers, in fp64 and in the dtype of the queries. References loop over sequences on
+A reference computes in the dtype of its inputs. With fp64 inputs it gives the exact result that
+kernels are compared with. With a kernel's fp16 or bf16 inputs it is an eager low-precision
+computation, and its error sets the bound for the kernel's error (kernels/testing/accuracy.py). Both
+computations read the same quantised numbers from an fp8 cache. References loop over sequences on
 the host and synchronise freely.
 """
 
@@ -21,7 +21,7 @@ from kernels.sample_tokens import EXP2_TERMS, LOG_TERMS, MIN_NORMAL, NOISE_SPAN,
 def quantise(x: torch.Tensor, scale: Scale = None) -> torch.Tensor:
     """Quantise (num_tokens, num_kv_heads, head_dim) for an fp8 cache: x / scale in fp32, saturated.
 
-    scale: a number, one element, or one per head.
+    scale: a number, or a tensor with one element or one element per head.
     """
     x = x.float()
     if scale is not None:  # by a tensor: on a GPU, PyTorch multiplies by the reciprocal of a number
@@ -30,14 +30,14 @@ def quantise(x: torch.Tensor, scale: Scale = None) -> torch.Tensor:
 
 
 def dequantise(x: torch.Tensor, scale: Scale, dtype: torch.dtype) -> torch.Tensor:
-    """Elements of a cache, (..., num_kv_heads, head_dim), in `dtype`, times the fp8 scale."""
+    """Return cache elements, (..., num_kv_heads, head_dim), times the fp8 scale, in `dtype`."""
     if scale is None:
         return x.to(dtype)
     return (x.to(torch.promote_types(dtype, torch.float32)) * per_head(scale)).to(dtype)
 
 
 def per_head(scale: torch.Tensor | float) -> torch.Tensor | float:
-    """A scale that broadcasts against (..., num_kv_heads, head_dim)."""
+    """Reshape a scale so that it broadcasts against (..., num_kv_heads, head_dim)."""
     return scale.reshape(-1, 1) if isinstance(scale, torch.Tensor) else scale
 
 
@@ -139,7 +139,7 @@ def rope_store_kvcache(
 def gather_tokens(
     cache: torch.Tensor, block_table: torch.Tensor, first: int, last: int
 ) -> torch.Tensor:
-    """Tokens [first, last) of one sequence, (last - first, num_kv_heads, head_dim)."""
+    """Return tokens [first, last) of one sequence, (last - first, num_kv_heads, head_dim)."""
     block_size = cache.shape[1]
     positions = torch.arange(first, last, device=cache.device)
     return cache[block_table[positions // block_size].long(), positions % block_size]
@@ -153,12 +153,12 @@ def attention(
     alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
     ahead: int | None = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Attention of one sequence. A query sees `ahead` keys after its position, all if None.
+    """Attention of one sequence. A query sees `ahead` keys after its position (None: all).
 
     q: (num_queries, num_q_heads, head_dim); k, v: (num_keys, num_kv_heads, head_dim); q_positions
     and k_positions: their positions in the sequence. alibi_slopes: (num_q_heads,). Returns the
-    output, shaped like q, and the LSE, (num_queries, num_q_heads). A query that sees nothing gets
-    zeros and -inf, with sinks zeros and the sink.
+    output, shaped like q, and the LSE, (num_queries, num_q_heads). A query that sees no key gets
+    output 0 and LSE -inf; with sinks, LSE = sink.
     """
     num_q_heads, head_dim = q.shape[1:]
     group_size = num_q_heads // k.shape[1]
@@ -190,7 +190,7 @@ def attention(
 
 
 def slopes_of(alibi_slopes: torch.Tensor | None, seq: int) -> torch.Tensor | None:
-    """Slopes of one sequence, (num_q_heads,), from (num_q_heads,) or (batch, num_q_heads)."""
+    """Return a sequence's slopes, (num_q_heads,), from (num_q_heads,) or (batch, num_q_heads)."""
     return alibi_slopes if alibi_slopes is None or alibi_slopes.dim() == 1 else alibi_slopes[seq]
 
 
@@ -354,14 +354,14 @@ def philox(seeds: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
 
 
 def split_float(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """f and exponent of fp32 numbers x = (1 + f) 2^exponent, positive and normal."""
+    """Return (f, exponent) of positive normal fp32 numbers x = (1 + f) 2^exponent."""
     bits = x.view(torch.int32)
     exponent = (bits - SQRT_HALF_BITS.value) >> 23
     return (bits - (exponent << 23)).view(torch.float32) - 1, exponent
 
 
 def natural_log(f: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
-    """log((1 + f) 2^exponent), computed in fp32 like `kernels.sample_tokens`, for 1 + f near 1."""
+    """Return log((1 + f) 2^exponent) for 1 + f near 1, in fp32 like `kernels.sample_tokens`."""
     p = LOG_TERMS.value[-1]
     for term in LOG_TERMS.value[-2::-1]:
         p = term + f * p
@@ -369,7 +369,7 @@ def natural_log(f: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
 
 
 def gumbel(words: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel variables, fp32, from uniform 32-bit words in int64."""
+    """Convert uniform 32-bit words (int64) to standard Gumbel variables (fp32)."""
     w, rest = ((x.float() + 0.5) * 2.0**-32 for x in (words, 2**32 - 1 - words))
     f, exponent = split_float(rest)
     near = w < 0.25
@@ -378,7 +378,7 @@ def gumbel(words: torch.Tensor) -> torch.Tensor:
 
 
 def gumbel_noise(seeds: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """The noise that `kernels.sample_tokens` adds: (num_rows, vocab_size) fp32."""
+    """Return the noise that `kernels.sample_tokens` adds, (num_rows, vocab_size) fp32."""
     span = min(vocab_size, NOISE_SPAN.value)
     chunks = torch.arange(-(-vocab_size // (4 * NOISE_SPAN.value)), device=seeds.device)
     counters = chunks[:, None] * NOISE_SPAN.value + torch.arange(span, device=seeds.device)
@@ -387,7 +387,7 @@ def gumbel_noise(seeds: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 
 def softmax_weights(scores: torch.Tensor) -> torch.Tensor:
-    """2^40 exp(scores), rounded down, int64, of fp32 scores <= 0, like `kernels.sample_tokens`."""
+    """Return 2^40 exp(scores) as int64, rounded down. scores: fp32, <= 0."""
     x = scores.clamp(min=-30) * LOG2_E.value
     exponent = x.floor()
     f, p = x - exponent, EXP2_TERMS.value[-1]
@@ -402,10 +402,10 @@ def mask_top_k_top_p(
     top_ks: torch.Tensor | None,
     top_ps: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Set logits, (num_rows, vocab_size), that top-k and then top-p exclude to -inf; a new tensor.
+    """Return logits, (num_rows, vocab_size), with -inf where top-k and then top-p exclude them.
 
-    top_ks and top_ps are per row, see `kernels.sample_tokens`. Exactly min(k, vocab_size) tokens
-    remain after top-k; among equal logits, the lower ones.
+    top_ks and top_ps are per row, see `kernels.sample_tokens`. After top-k exactly min(k,
+    vocab_size) tokens remain. Among equal logits the lower tokens remain.
     """
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     dropped = torch.zeros_like(ordered, dtype=torch.bool)

@@ -2,26 +2,26 @@
 
     token = argmax_v (logits_v + temperature * G_v)    with G_v = -log(-log(U_v)), U_v uniform
 
-is a sample from softmax(logits / temperature), and at temperature 0 the likeliest token. It needs
-no normalisation and no sum over the vocabulary, so programs process parts of a row, and comparisons
-alone merge their results, in any order.
+is a sample from softmax(logits / temperature); at temperature 0 it is the likeliest token. It needs
+no normalisation and no sum over the vocabulary. So each program processes a part of a row, and
+comparisons merge the parts' results in any order.
 
-The noise comes from Philox-4x32-10 (Salmon et al., 2011), keyed by the row's seed. Token v uses
-word (v // S) % 4 at counter v // (4 S) * S + v % S, with S = NOISE_SPAN, so its noise depends on
-the seed and v alone. A word x gives the exponential variable E = -log(1 - w), w = (x + 1/2) / 2^32,
-and G = -log(E). E has a relative error of at most 5e-7 even at its smallest, so the upper tail of G
-is as fine as 32 bits allow. G lies in [-3.14, 22.88].
+The noise comes from Philox-4x32-10 (Salmon et al., 2011), keyed by the row's seed. With S =
+NOISE_SPAN, token v uses word (v // S) % 4 at counter v // (4 S) * S + v % S. So its noise depends
+on the seed and v alone. A word x gives the exponential variable E = -log(1 - w), w = (x + 1/2) /
+2^32, and G = -log(E). The relative error of E is at most 5e-7 even for the smallest E, so the upper
+tail of G is as fine as 32 bits allow. G lies in [-3.14, 22.88].
 
-Top-k and top-p keep the first tokens in the order of their logits, so nothing is sorted: a token
-drawn from all is kept if its rank is below top_k and the probability above it is below top_p.
-Otherwise neither it nor any later token is among those kept, and the best score of the tokens
-before it is the next candidate. This is the token that masked logits would give. (FlashInfer's
-rejection sampling draws new noise instead.) With both, the probability of the top k is needed too:
-the k-th logit is found by three bits of its order at a time.
+Top-k and top-p keep the first tokens in descending order of logits. No sort is needed: a token
+drawn from all tokens is accepted if its rank is below top_k and the tokens before it have a
+probability below top_p. Otherwise it and all later tokens are excluded, and the next candidate is
+the token with the best score among the tokens before it. The result equals sampling from masked
+logits. (FlashInfer's rejection sampling draws new noise instead.) With both, the probability of the
+top k is needed, so a radix search finds the k-th logit by three bits at a time.
 
 Logarithms and exponentials are polynomials, products are not fused with sums, and probabilities are
-added up as integers. These are the same operations in any order and on every machine, so the
-kernel, Triton's interpreter and the reference agree on every token.
+added as integers. Results are then equal in any order and on every machine, so the kernel, Triton's
+interpreter and the reference agree on every token.
 """
 
 import torch
@@ -40,7 +40,7 @@ NOISE_SPAN = tl.constexpr(512)
 LOG_TERMS = tl.constexpr(
     (-0.500003219, 0.333347142, -0.249712288, 0.199068829, -0.172432244, 0.161805004, -0.100823775)
 )
-# 2^f for f from 0 to 1, fitted in the same way.
+# 2^f = 1 + f (t_0 + f (t_1 + ...)) for f from 0 to 1, fitted in the same way.
 EXP2_TERMS = tl.constexpr(
     (0.693147063, 0.240229309, 0.0554852821, 0.00967545155, 0.00124678446, 0.000216129207)
 )
@@ -60,7 +60,7 @@ _TENSORS = TensorSpec(
 
 @triton.jit
 def _philox(seed, counters):
-    """Four uint32 words for each uint32 counter, under an int64 seed."""
+    """Return four uint32 words for each uint32 counter; the int64 seed is the key."""
     M0: tl.constexpr = 0xD2511F53
     M1: tl.constexpr = 0xCD9E8D57
     W0: tl.constexpr = 0x9E3779B9
@@ -83,7 +83,7 @@ def _philox(seed, counters):
 
 @triton.jit
 def _split(x):
-    """(f, exponent) of positive normal x = (1 + f) 2^exponent, 1 + f from sqrt(1/2) to sqrt(2)."""
+    """Return (f, exponent) of normal x = (1 + f) 2^exponent > 0, 1 + f in [sqrt(1/2), sqrt(2)]."""
     bits = x.to(tl.int32, bitcast=True)
     exponent = (bits - SQRT_HALF_BITS) >> 23
     return (bits - (exponent << 23)).to(tl.float32, bitcast=True) - 1.0, exponent
@@ -91,7 +91,7 @@ def _split(x):
 
 @triton.jit
 def _log(f, exponent):
-    """log((1 + f) 2^exponent)."""
+    """Return log((1 + f) 2^exponent)."""
     p = LOG_TERMS[6]
     for i in tl.static_range(5, -1, -1):
         p = LOG_TERMS[i] + f * p
@@ -100,7 +100,7 @@ def _log(f, exponent):
 
 @triton.jit
 def _gumbel(words):
-    """Standard Gumbel variables from uniform uint32 words."""
+    """Convert uniform uint32 words to standard Gumbel variables."""
     w = (words.to(tl.float32) + 0.5) * 2.0**-32
     f, exponent = _split(((words ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.0**-32)  # of 1 - w
     near = w < 0.25  # 1 - w has lost digits of w
@@ -110,7 +110,7 @@ def _gumbel(words):
 
 @triton.jit
 def _weights(logits, largest, temperature):
-    """2^40 exp((logits - largest) / temperature), rounded down to int64. 0 below e^-28."""
+    """Return 2^40 exp((logits - largest) / temperature), rounded down to int64. 0 below e^-28."""
     x = tl.maximum(tl.div_rn(logits - largest, temperature), -30.0) * LOG2_E
     exponent = tl.floor(x)
     f = x - exponent
@@ -123,21 +123,21 @@ def _weights(logits, largest, temperature):
 
 @triton.jit
 def _ordered_bits(x):
-    """uint32 numbers in the order of fp32 numbers that are no NaN; equal for both zeros."""
+    """Map fp32 numbers (no NaN) to uint32 numbers in the same order. -0 and 0 map to one number."""
     bits = (x + 0.0).to(tl.uint32, bitcast=True)
     return tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @triton.jit
 def _from_ordered_bits(bits):
-    """The fp32 number of _ordered_bits."""
+    """Return the fp32 number that _ordered_bits maps to `bits`."""
     bits = tl.where(bits >> 31 != 0, bits ^ 0x80000000, bits ^ 0xFFFFFFFF)
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _load_logits(row_ptr, tokens, vocab_size, stride_token, floor):
-    """Logits in fp32: -inf past the vocabulary and where below `floor`, if not None."""
+    """Load logits as fp32. Past the vocabulary and below `floor` (if not None) they are -inf."""
     ptrs = row_ptr + tokens.to(tl.int64) * stride_token
     logits = tl.load(ptrs, mask=tokens < vocab_size, other=float("-inf")).to(tl.float32)
     return logits if floor is None else tl.where(logits < floor, float("-inf"), logits)
@@ -145,17 +145,17 @@ def _load_logits(row_ptr, tokens, vocab_size, stride_token, floor):
 
 @triton.jit
 def _comes_before(logits, tokens, pivot, pivot_token):
-    """Whether tokens come before pivot_token in descending order of the logits, equal ones by
-    number."""
+    """Whether tokens come before pivot_token in descending order of logits. Tokens with equal
+    logits are in ascending order."""
     return (logits > pivot) | ((logits == pivot) & (tokens < pivot_token))
 
 
 @triton.jit
 def _candidates(row_ptr, tokens, vocab_size, stride_token, floor, pivot, pivot_token):
-    """Scores without noise of [NOISE_SPAN] tokens, -inf if excluded.
+    """Return the scores without noise of [NOISE_SPAN] tokens. Excluded tokens get -inf.
 
-    floor: logits below it are excluded, or None. pivot: its token and those that do not come before
-    it are excluded, or None.
+    floor: smaller logits are excluded, unless None. pivot: logit of pivot_token. Only tokens before
+    pivot_token are allowed, unless None.
     """
     logits = _load_logits(row_ptr, tokens, vocab_size, stride_token, floor)
     scores = tl.where(logits == logits, logits, float("inf"))  # a NaN must not be ignored
@@ -169,7 +169,7 @@ def _candidates(row_ptr, tokens, vocab_size, stride_token, floor, pivot, pivot_t
 def _best_of_chunks(
     first, last, row_ptr, seed, vocab_size, stride_token, temperature, floor, pivot, pivot_token
 ):
-    """The best score of chunks [first, last) of a row, and its lowest token. seed: or None."""
+    """Return a row's best score in chunks [first, last), and its lowest token. seed: or None."""
     lanes = tl.arange(0, NOISE_SPAN)
     best = tl.full([NOISE_SPAN], float("-inf"), tl.float32)
     best_tokens = tl.zeros([NOISE_SPAN], tl.int32)
@@ -201,7 +201,7 @@ def _best_of_chunks(
 
 @triton.jit
 def _largest_of(row, maxima_ptr, num_splits, MAX_SPLITS: tl.constexpr):
-    """The largest logit of a row."""
+    """Return the largest logit of a row."""
     parts = tl.arange(0, MAX_SPLITS)
     maxima_ptrs = maxima_ptr + row * num_splits + parts
     return tl.max(tl.load(maxima_ptrs, mask=parts < num_splits, other=float("-inf")), axis=0)
@@ -209,7 +209,7 @@ def _largest_of(row, maxima_ptr, num_splits, MAX_SPLITS: tl.constexpr):
 
 @triton.jit
 def _least_kept(largest, min_p, temperature):
-    """The least logit that min-p keeps."""
+    """Return the smallest logit that min-p keeps."""
     # A min_p of 0 excludes logits 87 temperatures below the largest; noise spans at most 27.
     f, exponent = _split(tl.maximum(min_p, MIN_NORMAL))
     return largest + temperature * _log(f, exponent)
@@ -223,10 +223,10 @@ def _sample_tokens_kernel(
     stride_row, stride_token,
     MAX_SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The best score of a part of a row, and its token. Grid (num_rows, num_splits).
+    """Find the best score in a part of a row, and its token. Grid (num_rows, num_splits).
 
-    Without temperatures the scores are the logits. maxima_ptr, only with min_ps: (num_rows,
-    num_splits), the largest logit of each part.
+    Without temperatures the scores are the logits. maxima_ptr: (num_rows, num_splits), the largest
+    logit of each part. It is read only with min_ps.
     """
     await_launches_before(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -253,11 +253,11 @@ def _sample_tokens_kernel(
 
 @triton.jit
 def _kth_largest(row_ptr, k, vocab_size, stride_token, floor, LANES: tl.constexpr):
-    """The k-th largest logit of a row, and how many of the first k equal it.
+    """Find the k-th largest logit of a row, and how many of the top k tokens have this logit.
 
-    Returns ordered bits and a number: the first k are the tokens above these bits and this many
-    with them. The bits are compared digit by digit, base 8. The eight counts of a lane are the
-    bytes of an integer, so a row has at most 255 LANES tokens.
+    Returns (ordered bits, number): the top k are all tokens above these bits and `number` tokens
+    with exactly these bits. The radix search finds one base-8 digit per pass. A lane packs its
+    eight counts into the bytes of an int64, so a row has at most 255 * LANES tokens.
     """
     lanes = tl.arange(0, LANES)
     found = (k * 0).to(tl.uint32)
@@ -301,9 +301,9 @@ def _restrict_samples_kernel(
     stride_row, stride_token,
     MAX_SPLITS: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Replace a row's token by the one with the best score that top-k and top-p keep.
+    """Replace a row's token by the best-scoring token that top-k and top-p keep.
 
-    Grid (num_rows). maxima_ptr, only with min_ps or top_ps: see _sample_tokens_kernel.
+    Grid (num_rows). maxima_ptr: as in _sample_tokens_kernel, or None without min_ps and top_ps.
     """
     await_launches_before(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -366,7 +366,7 @@ def _merge_samples_kernel(
     MAX_SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The token with the best score of a row, the lowest of equals; -1 if it is not finite."""
+    """Return a row's lowest token with the best score, or -1 if this score is not finite."""
     await_launches_before(PDL)
     row = tl.program_id(0).to(tl.int64)
     parts = tl.arange(0, MAX_SPLITS)
@@ -391,33 +391,33 @@ def sample_tokens(
 ) -> torch.Tensor:
     """Sample a token from each row of logits, or take the likeliest token.
 
-    The token of a row depends on its logits and parameters alone. Of equal scores the lowest token
-    wins. Tokens with a logit of -inf are never sampled. Min-p excludes tokens first, then top-k,
+    A row's token depends on the row's logits and parameters alone. Among equal scores the lowest
+    token wins. Tokens with a logit of -inf are never sampled. Min-p is applied first, then top-k,
     then top-p.
 
     Args:
         logits: (num_rows, vocab_size), fp16, bf16 or fp32, any strides.
-        temperatures: (num_rows,) fp32, from 0, which takes the likeliest token, to 1e29. None: 0
-            for all rows, without generating noise.
+        temperatures: (num_rows,) fp32, from 0 (likeliest token) to 1e29. None: 0 for all rows; then
+            no noise is generated.
         noise_seeds: (num_rows,) int64, required with temperatures. Rows with equal seeds get equal
-            noise. Where the temperature is 0 it has no effect.
-        min_ps: (num_rows,) fp32, from 0 to 1, only with temperatures. Tokens whose probability at
-            the temperature is below this share of the largest are excluded (Nguyen et al., 2024).
-            It takes another, faster pass over the logits. None: 0 for all rows.
-        top_ks: (num_rows,) int64, from 1, only with temperatures. The top_ks largest
-            logits are kept (Fan et al., 2018). Ties go to the lower token id. None: all.
-        top_ps: (num_rows,) fp32, from 0 to 1, only with temperatures. A token remains if those with
-            larger logits, or equal ones and lower numbers, have together less than this probability
-            (Holtzman et al., 2020). The first always remains; at 1 all do. None: 1 for all rows.
+            noise. Unused at temperature 0.
+        min_ps: (num_rows,) fp32, from 0 to 1, only with temperatures. A token is excluded if its
+            probability at the temperature is below min_p * the largest probability (Nguyen et al.,
+            2024). This adds a second, faster pass over the logits. None: 0 for all rows.
+        top_ks: (num_rows,) int64, from 1, only with temperatures. The top_k largest logits are kept
+            (Fan et al., 2018). Ties go to the lower token id. None: keep all.
+        top_ps: (num_rows,) fp32, from 0 to 1, only with temperatures. A token is kept if the tokens
+            before it (larger logit, or equal logit and lower id) have a total probability below
+            top_p (Holtzman et al., 2020). The first token is always kept. At 1 all are. None: 1 for
+            all rows.
 
     Returns:
-        (num_rows,) int64 tokens; -1 for a row with a NaN, or whose largest logit is infinite.
+        (num_rows,) int64 tokens. -1 if a row has a NaN or its largest logit is infinite.
 
     Raises:
-        ValueError: a shape, dtype, device or stride that does not fit; noise_seeds without
-            temperatures or the reverse; min_ps, top_ks or top_ps without both; more than 1,044,480
-            logits per row with both top_ks and top_ps; for tensors in host memory also a parameter
-            out of range.
+        ValueError: a shape, dtype, device or stride does not fit; temperatures or noise_seeds is
+            given without the other; min_ps, top_ks or top_ps without these two; top_ks and top_ps
+            both with over 1,044,480 logits per row; a parameter in host memory is out of range.
     """
     _TENSORS(logits, temperatures, noise_seeds, min_ps, top_ks, top_ps)
     num_rows, vocab_size = logits.shape
