@@ -1,9 +1,9 @@
-"""Times of GPU work, and the rates of the card that they are compared with.
+"""Times of GPU work, and the card's peak rates with which they are compared.
 
 Every sample starts with a cold L2: a buffer larger than L2 is read first. With ``launch="graph"`` a
 sample is one replay of a CUDA graph, so its time excludes launches and Python. With
-``launch="eager"`` a sample is a call on an idle GPU, and its time includes both. Times are of the
-device's clock, between two events. Calls that are compared are timed in turns, so that a change of
+``launch="eager"`` a sample is a call on an idle GPU, and its time includes both. Times are measured
+by the device, between two events. Calls that are compared are timed in turns, so that a change of
 the card's clocks affects all of them. Without a CUDA device there are no times.
 """
 
@@ -25,11 +25,11 @@ _FLUSH_BYTES = 256 * 2**20
 _COPIED_BYTES, _TRANSFERRED_BYTES = 2**31, 2**28
 _MATMUL_SIZE = 8192
 _TOLERANCE = 1.05
-"""Shares of a measured peak up to this value are taken for noise."""
+"""A share of a measured peak up to this value counts as noise."""
 
 
 class Times(NamedTuple):
-    """Quantiles of one call's time, as columns of a table; the defaults where nothing was timed."""
+    """Quantiles of a call's time, as columns of a table.  Defaults: nothing was timed."""
 
     p20_us: float | None = None
     p50_us: float | None = None
@@ -38,7 +38,7 @@ class Times(NamedTuple):
 
 
 class ImpossibleTime(Exception):
-    """A time shorter than its bytes or operations need at the card's measured peak."""
+    """The time is shorter than its bytes or operations take at the card's measured peak."""
 
 
 def time_call(
@@ -51,11 +51,10 @@ def time_call(
 def time_calls(
     calls: Mapping[Name, tuple[Callable[[], object], Launch]], *, budget_ms: float = 60.0
 ) -> dict[Name, Times]:
-    """Time calls that work on the current CUDA device, one sample of each in turn.
+    """Time calls on the current CUDA device.  Samples of the calls alternate.
 
-    budget_ms: device time for the samples, the flush of L2 included.  At least 7 samples of each
-    call are taken.  Raises RuntimeError without a CUDA device, and for a graph of work that cannot
-    be captured.
+    budget_ms: device time of all samples, including flushes of L2. At least 7 samples of each call
+    are taken. Raises RuntimeError if there is no CUDA device or a graph cannot be captured.
     """
     if not torch.cuda.is_available():
         raise RuntimeError("there is no CUDA device to time on")
@@ -67,15 +66,15 @@ def time_calls(
         name: (_captured(call) if launch == "graph" else call, launch)
         for name, (call, launch) in calls.items()
     }
-    flush = _l2_buffer().sum  # reads: written lines would be written back during the call
+    flush = _l2_buffer().sum  # reads only: dirty lines would be written back during the call
 
     def sample(count: int) -> tuple[np.ndarray, float]:
-        """Times, (count, calls), and the time of all this, in milliseconds."""
+        """Times of shape (count, calls), and the total time, in milliseconds."""
         pairs = []
         for call, launch in list(timed.values()) * count:
             pairs.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
             flush()
-            if launch == "eager":  # or the flush would hide the host's work for the call
+            if launch == "eager":  # otherwise the flush would hide the call's host time
                 torch.cuda.synchronize()
             pairs[-1][0].record()
             call()
@@ -123,7 +122,7 @@ def _l2_bytes() -> int:
 
 
 def bandwidth(ceiling: Ceiling = "device") -> float:
-    """Bytes per second that the device's memory, or its link to the host, gives at most."""
+    """Peak rate of the device's memory, or of the link to the host, in bytes per second."""
     return max(device_bandwidths().values()) if ceiling == "device" else _link_bandwidth(ceiling)
 
 
@@ -131,7 +130,7 @@ def bandwidth(ceiling: Ceiling = "device") -> float:
 def device_bandwidths() -> dict[str, float]:
     """Bytes read and written per second by a sum, a copy and an addition in place.
 
-    Each alone is no bound: on an H100 a copy is slower than kernels that read and write.
+    One of them alone is no upper bound: on an H100 some kernels are faster than a copy.
     """
     x = torch.empty(_COPIED_BYTES // 4, device="cuda").normal_()
     y = torch.empty_like(x)
@@ -142,7 +141,7 @@ def device_bandwidths() -> dict[str, float]:
 
 
 def _seconds(work: Callable[[], object], launch: Launch = "graph") -> float:
-    """Median time of a call."""
+    """Median time of a call, in seconds."""
     return 1e-6 * (time_call(work, launch=launch, budget_ms=100).p50_us or 0.0)
 
 
@@ -167,10 +166,10 @@ def matmul_rate() -> float:
 def timed_columns(
     times: Times, *, num_bytes: float, flops: float, ceiling: Ceiling = "device", launch: Launch
 ) -> dict[str, Any]:
-    """Columns: ``times`` of a call and its rates; the rates are None without times.
+    """Columns: ``times`` of a call, and its rates.  The rates are None if there are no times.
 
     num_bytes, flops: the minimum that the call must move and compute. The peaks are ``bandwidth``
-    and ``matmul_rate`` on this card in this process; the fractions are shares of them.
+    and ``matmul_rate``, measured in this process. The fractions are shares of these peaks.
     ``above_peak`` explains a fraction above 1.  Raises ImpossibleTime if there is no explanation.
     """
     columns: dict[str, Any] = {"launch": launch, "l2": "cold", "bytes": num_bytes, "flops": flops}

@@ -1,4 +1,4 @@
-"""Shapes of the ops that GPU experiments time, and their cells; ``timed_ops.py`` runs the cells.
+"""Shapes of the ops that GPU experiments time, and cells with these shapes.
 
 This file imports neither torch nor kernels, so that experiments are listed at once and
 TRITON_INTERPRET can be set before kernels are imported.
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from kernels.testing.accuracy import Accuracy
 
 OURS = "pagelab"
-"""Our kernels' name among the implementations."""
+"""Name of our kernels among the implementations."""
 COPY_ENGINE = "copy_engine"
-"""Swaps by one copy of the driver for each part of adjacent blocks, however small."""
+"""Name of swaps with one driver copy for each part of adjacent blocks, however small."""
 
 
 class WrongResult(Exception):
-    """A result beyond the bound; its time is not reported."""
+    """A result whose error exceeds the bound.  Its time is not reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,24 +34,24 @@ class Shape:
     op: str
     """A key of ``timed_ops.OPS``."""
     batch: int
-    """Sequences; for store, norm and gate, tokens; for copy and swap, blocks."""
+    """Number of sequences; of tokens for store, norm and gate; of blocks for copy and swap."""
     context_len: int = 0
     """Tokens of each sequence, its queries included."""
     query_len: int = 1
     """Queries of each sequence."""
     prefix_len: int = 0
-    """Leading tokens that all sequences share, for cascade: whole blocks."""
+    """For cascade: number of leading tokens that all sequences share, in whole blocks."""
     block_size: int
     num_q_heads: int = 32
     num_kv_heads: int = 8
     head_dim: int = 128
     num_layers: int = 1
-    """Layers that copy and swap move the blocks of."""
+    """Number of layers whose blocks copy and swap move."""
     dtype: str = "bfloat16"
     kv_dtype: str | None = None
     """Dtype of the cache; ``dtype`` if None."""
     num_splits: int | None = None
-    """Splits of a sequence in decode and prefill; the op's choice if None."""
+    """Number of splits of a sequence in decode and prefill.  None: the op chooses."""
     seed: int = 0
 
     def columns(self) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Timed(Options):
-    """A cell: an implementation at a shape, checked and timed."""
+    """A cell that checks and times one implementation at one shape."""
 
     shape: Shape
     implementation: str
@@ -81,7 +81,7 @@ def accuracy_columns(accuracy: Accuracy) -> dict[str, float]:
 
 
 def use_device() -> torch.device:
-    """The GPU, or a CPU with kernels in Triton's interpreter; before ``kernels`` is imported."""
+    """The GPU, or a CPU with Triton's interpreter.  Call it before ``kernels`` is imported."""
     import torch
 
     if torch.cuda.is_available():

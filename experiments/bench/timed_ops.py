@@ -1,8 +1,8 @@
-"""Ops at real sizes on the device: their implementations, each checked and then timed.
+"""Ops at real sizes on the device.  Each implementation is checked and then timed.
 
 Inputs, references, bytes and operations are the cases of ``kernels/testing/cases.py``. The context
-of attention may have many gigabytes, too many for fp64. So attention is judged on some sequences
-(in prefill on their first, middle and last queries), as a small case with copies of their inputs.
+of attention may be too large for an fp64 reference.  So attention is judged on some sequences (in
+prefill on their first, middle and last queries), with copies of their inputs.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ OPS = {
     "gate": "gated_activation",
 }
 _CEILINGS: dict[str, Ceiling] = {"swap_out": "device_to_host", "swap_in": "host_to_device"}
-"""Ops whose bytes per second are compared with a rate other than the device's."""
+"""Ops whose bytes per second are compared with the rate of the link to the host."""
 _QUERIES_CHECKED = 16
 _CACHES = ("k_cache", "v_cache")
 Part = tuple[Case, Callable[[Any], Any]]
-"""A small case, and a function that takes the whole result and gives the case's."""
+"""A small case, and a function that extracts its result from the whole result."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Problem:
     def judged(self, implementation: str) -> Accuracy:
         """The worst accuracy of an implementation's results.
 
-        Raises Unavailable where its package lacks a feature.
+        Raises Unavailable if the implementation's package lacks a feature.
         """
         call = self.implementations[implementation]
         case, fetch = self.part or (self.case, lambda result: result)
@@ -77,7 +77,7 @@ class Problem:
 
 
 def case_of(shape: Shape, device: torch.device) -> Case:
-    """Inputs of an op at ``shape``; on the device meta without memory."""
+    """Inputs of an op at ``shape``.  On the device meta they use no memory."""
     names = ("num_q_heads", "num_kv_heads", "head_dim", "block_size", "num_layers", "seed")
     sizes = {name: getattr(shape, name) for name in names}
     options: dict[str, Any] = {}
@@ -103,9 +103,9 @@ def _some(count: int) -> list[int]:
 
 
 def _attention_part(case: Case, rows: list[tuple[int, int, int]]) -> Part:
-    """Some queries of decode or prefill with a cache of their own.
+    """A case with some queries of decode or prefill and a small cache for them.
 
-    rows: sequence, first query and number of queries. The context ends with the last query.
+    rows: (sequence, first query, number of queries).  The context ends with the last query.
     """
     inputs, is_prefill = case.inputs, "cu_seqlens_q" in case.inputs
     device, block_size = inputs["q"].device, inputs["k_cache"].shape[1]
@@ -169,7 +169,7 @@ def _problem(shape: Shape, case: Case) -> Problem:
 
 
 def _prepared_once(prepare: Callable[[], Callable[[], Any]]) -> Callable[[], Any]:
-    """A call that is prepared when it is first made."""
+    """A call whose preparation runs once, at the first call."""
     prepared = functools.cache(prepare)
     return lambda: prepared()()
 
@@ -180,7 +180,7 @@ def _by_copy_engine(src_cache, dst_cache, src_to_dst) -> None:
 
 
 def _plain_decode(shape: Shape, case: Case) -> Case:
-    """Plain decode of a cascade, which reads the prefix again for every sequence."""
+    """Plain decode of a cascade's sequences.  It reads the prefix again for every sequence."""
     own = ["prefix_block_tables", "prefix_lens", "group_offsets"]
     own += ["suffix_block_tables", "suffix_lens"]
     whole = {name: x for name, x in case.inputs.items() if name not in own}
@@ -192,7 +192,7 @@ def _plain_decode(shape: Shape, case: Case) -> Case:
 
 
 def refusal(shape: Shape, implementation: str) -> str | None:
-    """Why a baseline cannot serve a shape here, or None; makes no inputs of real size."""
+    """Why a baseline cannot run a shape here, or None.  Allocates no inputs of real size."""
     if implementation not in BASELINES:
         return None
     dtypes = [getattr(torch, name) for name in (shape.dtype, shape.kv_dtype or shape.dtype)]
@@ -209,7 +209,7 @@ _kept: dict[Shape, Problem] = {}
 def problem_of(shape: Shape, *beside: Shape) -> Problem:
     """The problem at ``shape``, cached.
 
-    All cached problems except ``beside`` are freed first, as the inputs of one may fill the card.
+    All cached problems except ``beside`` are freed first: one problem may fill the card.
     """
     if shape not in _kept:
         release(*beside)
@@ -234,11 +234,11 @@ def run(cell: Timed) -> dict[str, Any]:
 
 
 def run_in_turns(cells: Sequence[Timed]) -> list[dict[str, Any] | Unavailable]:
-    """The row of each cell: an implementation at a shape, its accuracy and its times.
+    """The row of each cell: implementation, shape, accuracy and times.
 
-    The calls are timed in turns.  Times are None without a CUDA device.  A cell whose
-    implementation cannot run here, or is a baseline that raises, has the reason in place of a row.
-    Raises WrongResult and ImpossibleTime of implementations that are no baselines.
+    The calls are timed in turns.  Times are None without a CUDA device.  If an implementation
+    cannot run here, or a baseline raises, the reason takes the place of the row.  Raises
+    WrongResult and ImpossibleTime for implementations that are not baselines.
     """
     found: list[tuple[Problem, Accuracy] | Unavailable] = []
     for cell in cells:
@@ -258,7 +258,7 @@ def run_in_turns(cells: Sequence[Timed]) -> list[dict[str, Any] | Unavailable]:
         }
         try:
             rows |= gpu_timing.time_calls(calls, budget_ms=sum(cell.budget_ms for cell in ready))
-        except Exception as error:  # of a baseline, if timing succeeds without the baselines
+        except Exception as error:  # a baseline's error if timing succeeds without baselines
             for cell in [cell for cell in calls if cell.implementation in BASELINES]:
                 rows[cell] = _reason(cell, error)
                 del calls[cell]
@@ -275,7 +275,7 @@ def run_in_turns(cells: Sequence[Timed]) -> list[dict[str, Any] | Unavailable]:
 
 
 def _reason(cell: Timed, error: Exception) -> Unavailable:
-    """Why a baseline has no row.  Raises ``error`` if the cell is no baseline."""
+    """Why a baseline has no row.  Raises ``error`` if the cell is not a baseline."""
     if isinstance(error, Unavailable):
         return error
     if cell.implementation not in BASELINES:
@@ -299,7 +299,7 @@ def _row(
 
 
 def _launch(cell: Timed) -> gpu_timing.Launch:
-    """Eager where a call waits for the device, which no graph can capture."""
+    """ "eager" if the call waits for the device, which a graph cannot capture."""
     name, is_prefill = cell.implementation, cell.shape.op == "prefill"
     waits = is_prefill and name in BASELINES and BASELINES[name].prefill_syncs
     return "eager" if waits or name == COPY_ENGINE else "graph"
@@ -308,7 +308,7 @@ def _launch(cell: Timed) -> gpu_timing.Launch:
 def _judged(cell: Timed, *beside: Shape) -> tuple[Problem, Accuracy]:
     """The problem of a cell and the accuracy of its implementation.
 
-    Raises Unavailable where it cannot run here, and WrongResult.
+    Raises Unavailable if the implementation cannot run here, and WrongResult.
     """
     shape, name = cell.shape, cell.implementation
     if reason := refusal(shape, name):

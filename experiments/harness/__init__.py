@@ -1,6 +1,6 @@
-"""Runs the grid of an experiment: parallel, resumable, one tidy table at the end."""
+"""Runs the grid of an experiment in parallel, resumes it, and writes one tidy table."""
 
-# ruff: noqa: F401 (the names that experiments are written with)
+# ruff: noqa: F401 (the names that experiments import)
 
 from __future__ import annotations
 

@@ -13,16 +13,16 @@ from typing import Any
 from experiments.harness.experiment import Experiment
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-"""The checkout, or the folder that an installed wheel is in."""
+"""Root of the checkout, or the folder that contains the installed wheel."""
 
 
 def committed(experiment: str, device: str = "cpu") -> Path:
-    """The folder of the committed results of an experiment, which only a checkout has."""
+    """Folder of an experiment's committed results.  An installed wheel has none."""
     return REPOSITORY / "results" / experiment / device
 
 
 def device_slug(experiment: Experiment) -> str:
-    """Folder name of the device that the cells of ``experiment`` run on here: cpu, nvidia-h200."""
+    """Folder name of the device on which ``experiment`` runs here, such as cpu or nvidia-h200."""
     if experiment.gpu == "unused" or not cuda_available():
         return "cpu"
     import torch
@@ -38,7 +38,7 @@ def cuda_available() -> bool:
 
 
 def describe(experiment: Experiment, command: list[str]) -> dict[str, Any]:
-    """The environment of one run, with no path of this machine in it."""
+    """The environment of one run.  It contains no path of this machine."""
     commit, dirty = _git_state()
     cuda: object = None
     if experiment.gpu != "unused":  # importing torch takes seconds
@@ -71,9 +71,9 @@ def _without_folders(argument: str) -> str:
 
 
 def _git_state() -> tuple[str | None, bool | None]:
-    """Commit, and whether files other than results differ from it.
+    """The commit, and whether any file outside results/ differs from the commit.
 
-    Without a repository: ``PAGELAB_COMMIT`` or the version of the installed package, and None.
+    Without a git repository: ``PAGELAB_COMMIT`` or the installed version, and None.
     """
 
     def git(*arguments: str) -> str:
@@ -90,7 +90,7 @@ def _git_state() -> tuple[str | None, bool | None]:
 
 
 def version_of(package: str) -> str | None:
-    """The installed version of a package. None: it is not installed."""
+    """The installed version of a package.  None if the package is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -98,7 +98,7 @@ def version_of(package: str) -> str | None:
 
 
 def cpu_model() -> str:
-    """Name, family and model of the CPU: virtual machines cut the name."""
+    """Name, family and model number of the CPU, because virtual machines shorten the name."""
     text = Path("/proc/cpuinfo").read_text()
     fields = dict(re.findall(r"^(model name|cpu family|model)\s*:\s*(.+)$", text, re.M))
     if len(fields) < 3:

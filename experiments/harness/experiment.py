@@ -22,14 +22,14 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file that cells read: found by ``path``, identified by its name and content."""
+    """A file that cells read.  ``path`` locates it; its name and content identify it."""
 
     path: Path
     sha256: str
 
     @classmethod
     def of(cls, path: Path) -> InputFile:
-        """The file at ``path``, read once for its digest.  Raises OSError if it cannot be read."""
+        """Read the file at ``path`` for its digest.  Raises OSError if it cannot be read."""
         with path.open("rb") as file:
             return cls(path, hashlib.file_digest(file, "sha256").hexdigest())
 
@@ -40,36 +40,36 @@ class InputFile:
 
 @dataclass(frozen=True)
 class Experiment:
-    """One figure (or a family of them) and how to get it.
+    """One figure, or a family of figures, and the code that computes and draws it.
 
-    ``run_cell`` runs in a worker process, returns rows of scalars, and raises ``Unavailable`` if it
-    cannot run here.  ``plot`` draws from the table alone, which may lack cells, and returns the
-    files it wrote.
+    ``run_cell`` runs in a worker process, returns rows of scalars, and raises ``Unavailable`` if
+    the cell cannot run here.  ``plot`` draws from the table alone and returns the files written.
+    The table may lack cells.
     """
 
     name: str
     figure: str
-    """The figure it redoes, in a few words."""
+    """The figure, in a few words."""
     options: Options
     """The full grid."""
     quick: Options
-    """The same experiment in well under a minute."""
+    """A small grid, which runs in well under a minute."""
     run_cell: Callable[[Any], list[dict[str, Any]]]
     plot: Callable[[pd.DataFrame, Path], Sequence[Path]]
     cells: Callable[[Any], Iterable[Options | Absent]] = grid
-    """From options to cells; raises ValueError or OSError for invalid options."""
+    """Function from options to cells.  Raises ValueError or OSError for invalid options."""
     gpu: Literal["unused", "optional", "required"] = "unused"
     timed: bool = False
-    """Cells measure time, so by default they run one by one."""
+    """Whether cells measure time.  If so, cells run one by one by default."""
 
     def checked_cells(self, options: Options) -> Iterator[Options | Absent]:
-        """The cells of ``options``.  Raises ValueError, naming the option, or OSError."""
+        """The cells of ``options``.  Raises OSError, or ValueError with the option's name."""
         check(options)
         yield from self.cells(options)
 
 
 def identity(value: Any) -> Any:
-    """``value`` (a cell, or part of one) as JSON in which a file is its name and digest."""
+    """Convert ``value`` (a cell or a field) to JSON.  A file becomes its name and digest."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, InputFile):
@@ -82,13 +82,13 @@ def identity(value: Any) -> Any:
 
 
 def cell_id(experiment: str, cell: Options) -> str:
-    """Name of the cell's result: the same for the same parameters and input contents."""
+    """Name of the cell's result.  It depends only on the parameters and input contents."""
     document = json.dumps([experiment, identity(cell)], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(document.encode()).hexdigest()[:24]
 
 
 def input_files(value: Any) -> Iterator[InputFile]:
-    """Every file that ``value`` (a cell, or part of one) names."""
+    """Every ``InputFile`` in ``value`` (a cell, or a field of a cell)."""
     if isinstance(value, InputFile):
         yield value
     elif dataclasses.is_dataclass(value):

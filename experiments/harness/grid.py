@@ -1,7 +1,7 @@
-"""Options, and the grid of cells that they stand for.
+"""Options of an experiment, and the grid of cells that they describe.
 
-An experiment has one frozen dataclass.  On the command line its instance is the options; a cell is
-an instance with one value on each axis:
+An experiment has one frozen dataclass.  On the command line its fields are the options.  A cell is
+an instance with one value per axis:
 
     @dataclass(frozen=True, kw_only=True)
     class Waste(Options):
@@ -10,11 +10,11 @@ an instance with one value on each axis:
 
     list(grid(Waste())) == [Waste(block_size=1), Waste(block_size=16)]
 
-The type of an option states its needs (``Count``, ``Positive``, ``Annotated[str, one_of(...)]``).
-It is checked before the grid is made: ``--load 0: needs a number above 0``.  An axis may hold other
-values in cells than on the command line, say a trace's digest for its path; the experiment's
-``cells`` passes them: ``grid(options, trace=sources(...))``.  Parts of an experiment with their own
-axes have their own class of cells: ``grid(options, Part)`` takes the fields of ``Part``.
+The type of an option states its allowed values (``Count``, ``Annotated[str, one_of(...)]``).  They
+are checked before the grid is made: ``--load 0: needs a number above 0``.  On an axis, a cell may
+hold another value than the command line, such as a trace's digest for its path.  The experiment's
+``cells`` passes these values: ``grid(options, trace=sources(...))``.  A part with its own axes has
+its own class of cells: ``grid(options, Part)``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ else:
 
 @dataclass(frozen=True)
 class Needs:
-    """A condition on a value, in ``Annotated[X, Needs("...", test)]``; None is always allowed.
+    """A condition on a value: ``Annotated[X, Needs("...", test)]``.  None is always allowed.
 
     ``test`` may raise a ValueError with a better message than ``what``.
     """
@@ -68,42 +68,42 @@ Percent = Annotated[float, Needs("a number above 0, at most 100", lambda value: 
 Lengths = Annotated[
     tuple[int, int], Needs("fewest and most, at least 1", lambda pair: 1 <= pair[0] <= pair[1])
 ]
-"""Fewest and most tokens."""
+"""Minimum and maximum number of tokens."""
 
 
 @dataclass(frozen=True)
 class Absent:
-    """Yielded by ``cells`` in place of cells that cannot be made, with the reason."""
+    """The reason why cells cannot be made.  ``cells`` yields it in place of these cells."""
 
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Base of an experiment's options and cells: frozen, typed, every option with a default.
+    """Base class of options and cells: frozen and typed; every option has a default.
 
     Fields of a cell are numbers, strings, None, ``InputFile``, tuples of these and dataclasses of
-    these.  Its result depends on them alone.
+    these.  A cell's result depends only on its fields.
     """
 
     seed: Natural = 0
-    """Seed of everything random."""
+    """Seed of all random draws."""
 
     @property
     def group(self) -> tuple[str, ...]:
-        """Cells of a group share expensive set-up, so one worker should run them."""
+        """The cell's group.  Cells of a group share set-up, so one worker should run them."""
         return ()
 
     def columns(self, *names: str) -> dict[str, Any]:
-        """Fields as columns of a row."""
+        """The named fields, as columns of a row."""
         return {name: getattr(self, name) for name in names}
 
 
 def grid(options: Options, cell: type | None = None, /, **values: Any) -> Iterator[Any]:
-    """Yield a cell for each combination of one value per axis; the last axis changes fastest.
+    """Yield a cell for each combination of the axes' values.  The last axis changes fastest.
 
     cell: the class of the cells.  None: the class of ``options``.
-    values: replace fields of the options; for an axis, all of its values.
+    values: replacements for fields of the options; for an axis, a tuple of all its values.
     """
     cell = cell or type(options)
     axes = {}
@@ -117,7 +117,7 @@ def grid(options: Options, cell: type | None = None, /, **values: Any) -> Iterat
 
 
 def check(options: Options) -> None:
-    """Raise ValueError, naming the option, for a value that its annotation does not allow."""
+    """Raise ValueError, with the option's name, if an annotation does not allow the value."""
     defaults = {field.name: field.default for field in fields(options)}
     for name, hint in _hints(type(options)).items():
         flag, value = f"--{name.replace('_', '-')}", getattr(options, name)
@@ -155,6 +155,6 @@ def _shown(value: Any) -> str:
 
 
 def _hints(cls: type) -> dict[str, Any]:
-    """The annotations of the fields of a dataclass, in their order."""
+    """Annotation of each field of a dataclass, in the order of the fields."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return {field.name: hints[field.name] for field in fields(cls)}

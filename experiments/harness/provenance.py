@@ -1,9 +1,9 @@
-"""The code of a result: a finished cell is reused only while its code has not changed.
+"""The code that a result depends on.  A finished cell is reused until this code changes.
 
-A cell depends on the files of this repository that its process had imported at its end, committed
-or not, and on the versions of PyTorch and Triton.  A worker that runs several cells may have
-imported more than a cell needs.  Then the cell is rerun needlessly, but a stale result is never
-kept.
+A cell depends on the versions of PyTorch and Triton and on all files of this repository, committed
+or not, that its process had imported when the cell ended.  A worker that runs several cells may
+import more files than a cell needs.  Then a cell may be rerun needlessly, but no stale result is
+reused.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import time
 from experiments.harness.environment import REPOSITORY, version_of
 
 Code = dict[str, str | None]
-"""SHA-256 of files of the repository, and versions of packages, by name.  None: unknown, since the
-file changed while the process ran.  None differs from any other code."""
+"""Maps a file of the repository to its SHA-256, and a package to its version.  None means unknown:
+the file changed while the process ran.  None never equals the present code."""
 
 _FOLDERS = ("cache/", "experiments/", "kernels/", "models/")
 _PACKAGES = ("torch", "triton")
@@ -26,7 +26,7 @@ _imported: Code = {}
 
 
 def imported_code() -> Code:
-    """The code that this process has imported so far, each file as first seen."""
+    """The code that this process has imported so far.  Each file is read only once."""
     for module in list(sys.modules.values()):
         path = getattr(module, "__file__", None) or ""
         name = path.removeprefix(f"{REPOSITORY}/")
@@ -38,13 +38,13 @@ def imported_code() -> Code:
 
 
 class Changes:
-    """Compares the code of earlier results with the code now.  Each file is read once."""
+    """Compares the code of earlier results with the present code.  Each file is read once."""
 
     def __init__(self) -> None:
         self._now: Code = {}
 
     def since(self, code: Code) -> list[str]:
-        """The files and packages of ``code`` that have changed."""
+        """The files and packages in ``code`` that have changed since."""
         for name in code.keys() - self._now:
             self._now[name] = _now(name)
         return [name for name, was in code.items() if was is None or self._now[name] != was]

@@ -1,9 +1,8 @@
 """Runs tasks on the machines of a Ray cluster.
 
-The checkout is sent to the machines as the working directory of the workers, and the input files of
-the cells as objects.  The machines need the packages of requirements.txt.  Ray gives a cell whose
-machine dies to another machine.  A result arrives once or not at all, and only the driver writes
-results.
+The checkout becomes the working directory of the workers.  The cells' input files are sent as Ray
+objects.  The machines need the packages of requirements.txt.  If a machine dies, Ray runs its cell
+on another machine.  A result arrives once or not at all.  Only the driver writes results.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from experiments.harness.workers import Outcome, Task, execute
 _EXCLUDED = [".*", "results", "traces", "**/__pycache__"]
 """Parts of the checkout that are not sent."""
 _MAX_STARTS = 4
-"""Starts of a cell whose machines die."""
+"""Maximum number of starts of a cell if its machines die."""
 
 
 class NoCluster(RuntimeError):
-    """There is no Ray, no checkout, or no cluster at the address."""
+    """Ray is not installed, there is no checkout, or no cluster answers at the address."""
 
 
 class RayCluster:
     """A connection to the cluster at ``address`` ("auto", "host:port", "ray://host:port").
 
-    A context manager, which disconnects.  Raises NoCluster.
+    It is a context manager that disconnects at its end.  Raises NoCluster.
     """
 
     def __init__(self, address: str) -> None:
@@ -62,11 +61,11 @@ class RayCluster:
         self._ray.shutdown()
 
     def device_slug(self, experiment: Experiment) -> str:
-        """The folder of the device that the cells will run on."""
+        """Folder name of the device on which the cells will run."""
         return self._call(device_slug, experiment)
 
     def describe(self, experiment: Experiment, command: list[str]) -> dict[str, Any]:
-        """The environment of a machine that runs cells, and the cluster's machines."""
+        """The environment of one machine that runs cells, and a list of the cluster's machines."""
         here, there = describe(experiment, command), self._call(describe, experiment, command)
         machines = [
             {"cpus": node["Resources"].get("CPU", 0), "gpus": node["Resources"].get("GPU", 0)}
@@ -79,7 +78,7 @@ class RayCluster:
         }
 
     def run(self, experiment: Experiment, tasks: Sequence[Task]) -> Generator[Outcome]:
-        """Run ``tasks``; an executor once ``experiment`` is bound.  Closing it ends the rest."""
+        """Run ``tasks``.  Closing the generator cancels unfinished tasks."""
         ray = self._ray
         resources = self._resources(experiment)
         if experiment.timed:  # a cell gets a machine of its own
@@ -115,13 +114,13 @@ class RayCluster:
         ]
 
     def _resources(self, experiment: Experiment) -> dict[str, float]:
-        """Resources of a cell: a core, and a GPU if it uses one and the cluster has any."""
+        """Resources of a cell: a core, and a GPU if the cell uses one and the cluster has any."""
         has_gpus = any(node["Resources"].get("GPU") for node in self._nodes())
         return {"num_cpus": 1, "num_gpus": int(experiment.gpu != "unused" and has_gpus)}
 
 
 def _check_port_is_open(address: str) -> None:
-    """Raise OSError at once where Ray would retry for a minute."""
+    """Raise OSError at once if the port is closed.  Ray would retry for a minute."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if colon and port.isdecimal():
         socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
@@ -130,12 +129,12 @@ def _check_port_is_open(address: str) -> None:
 def _execute(task: Task, *contents: bytes) -> Outcome:
     """Run ``task`` on this machine, with its input files from ``contents``.
 
-    They are written into the working directory, which Ray removes after the job.
+    The files are written into the working directory, which Ray removes after the job.
     """
     for file, content in zip(input_files(task.cell), contents, strict=True):
         path = Path(file.sha256, file.name).absolute()
         path.parent.mkdir(exist_ok=True)
         if not path.exists():
             write_atomically(path, content)
-        object.__setattr__(file, "path", path)  # in this process's copy of the cell
+        object.__setattr__(file, "path", path)  # changes this process's copy of the cell only
     return execute(task)

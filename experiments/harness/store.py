@@ -5,7 +5,7 @@
     .cells/<cell id>.json                 one finished cell, with the environment of its run
     .cells/lock                           held by the running sweep
 
-A file appears under its name only when it is complete, so a sweep may be killed at any time.
+A file gets its name only when it is complete, so a sweep may be killed at any time.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ class FolderInUse(RuntimeError):
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace ``path`` by ``content`` in one step.  Raises OSError, naming ``path``."""
+    """Replace the file at ``path`` in one step.  Raises OSError with ``path`` in its message."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         if isinstance(content, str):
             content = content.encode(errors="surrogateescape")  # names from the command line
         temporary.write_bytes(content)
         temporary.replace(path)
-    except OSError as error:  # of a full disk has no name
+    except OSError as error:  # the error of a full disk has no name
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 class Store:
-    """Files of the sweep in ``folder``, which is made."""
+    """The files of a sweep in ``folder``.  The folder is created if it does not exist."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -49,7 +49,7 @@ class Store:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the folder; raises FolderInUse, naming the holder, if another sweep holds it.
+        """Lock the folder.  Raises FolderInUse, with the holder, if another sweep holds the lock.
 
         The kernel releases the lock when the process ends.
         """
@@ -67,7 +67,7 @@ class Store:
             lock.truncate(0)
             lock.write(f"process {os.getpid()} on {socket.gethostname()} since {started}")
             lock.flush()
-            for leftover in self.folder.rglob(".*.tmp"):  # of a killed sweep
+            for leftover in self.folder.rglob(".*.tmp"):  # left by a killed sweep
                 leftover.unlink()
             try:
                 yield
@@ -75,9 +75,9 @@ class Store:
                 lock.truncate(0)
 
     def load_cell(self, cell_id: str) -> dict[str, Any] | None:
-        """The record of a finished cell, or None.
+        """The record of a finished cell.  None if there is no record.
 
-        Raises ValueError, naming the file, if it is damaged or of an earlier version.
+        Raises ValueError, with the file, if the record is damaged or from an earlier version.
         """
         path = self._cells / f"{cell_id}.json"
         try:
@@ -97,7 +97,7 @@ class Store:
         (self._cells / f"{cell_id}.json").unlink(missing_ok=True)
 
     def write_rows(self, rows: list[dict[str, Any]]) -> None:
-        """rows.csv: the columns in order of appearance, numbers with every digit."""
+        """Write rows.csv: columns in order of first appearance, numbers with all digits."""
         columns = dict.fromkeys(column for row in rows for column in row)
         text = io.StringIO()
         writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")

@@ -1,4 +1,4 @@
-"""A sweep: the grid of an experiment, run to one table in one folder."""
+"""A sweep runs the grid of an experiment and writes one table to one folder."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ log = logging.getLogger("experiments")
 log.setLevel(logging.INFO)
 
 _ASSEMBLE_SECONDS = 1
-"""Minimum time between two writings of the table of a running sweep, which may be killed."""
+"""Minimum time between two writes of the table while a sweep runs, in seconds."""
 _MAX_LISTED = 10
-"""Failed cells, or wrong rows, that the console lists."""
+"""Maximum number of failed cells, and of wrong rows, that the console lists."""
 
 
 class OptionsError(ValueError):
@@ -44,20 +44,20 @@ class SweepReport:
 
     cells: int
     reused: int = 0
-    """Cells that an earlier run had finished."""
+    """Number of cells that an earlier run had finished."""
     finished: int = 0
-    """Cells that this run finished."""
+    """Number of cells that this run finished."""
     unavailable: Counter[str] = field(default_factory=Counter)
-    """Reasons why cells could not run here, with their numbers of cells."""
+    """Number of cells that could not run here, by reason."""
     failed: list[str] = field(default_factory=list)
     """Each cell that failed, with its error."""
     wrong: list[str] = field(default_factory=list)
-    """Rows of this run or an earlier one whose check failed (``passed`` is False)."""
+    """Rows of this run or an earlier run whose check failed (``passed`` is False)."""
     figures: list[Path] = field(default_factory=list)
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        """One line: cells by status, and the duration."""
+        """One line: the number of cells of each status, and the duration."""
         absent, failed = self.unavailable.total(), len(self.failed)
         left = self.cells - self.reused - self.finished - absent - failed
         counts = {"absent": absent, "FAILED": failed, "rows WRONG": len(self.wrong), "left": left}
@@ -83,12 +83,12 @@ def run_sweep(
 ) -> SweepReport:
     """Run the unfinished cells of a grid and write ``out/<experiment>/<device>/`` with its figures.
 
-    ``jobs`` is the number of worker processes (None: one per core, but a single one for timed cells
-    and on a GPU).  ``fresh`` runs finished cells again.  ``cluster`` or ``execute`` runs the cells
+    ``jobs`` is the number of worker processes (None: one per core, but only one for timed cells and
+    on a GPU).  ``fresh`` runs finished cells again.  ``cluster`` or ``execute`` runs the cells
     instead of worker processes.  A cell that raises is reported, not raised.
 
-    Raises OptionsError for options without a grid and for a folder that cannot be made,
-    FolderInUse if another sweep is writing to it.
+    Raises OptionsError if the options give no grid or the folder cannot be created, and FolderInUse
+    if another sweep is writing to the folder.
     """
     started = time.perf_counter()
     device = (cluster or environment).device_slug(experiment)
@@ -137,7 +137,7 @@ def plot_results(experiment: Experiment, folder: Path) -> list[Path]:
 
 
 def _grid(experiment: Experiment, options: Options) -> tuple[dict[str, Options], list[str]]:
-    """The cells by id, and the reasons for absent ones."""
+    """The cells by id, and the reasons why cells are absent."""
     cells, absent = {}, []
     try:
         for cell in experiment.checked_cells(options):
@@ -223,7 +223,7 @@ class _Sweep:
             log.info("failed: %s: %s\n%s", cell, outcome.message, outcome.details)
 
     def _name(self, key: str) -> str:
-        """The fields of a cell in which it differs from another cell of the grid."""
+        """The fields of a cell that are not equal in all cells of the grid."""
         cells = [identity(cell) for cell in self.cells.values()]
         differing = (
             f"{name}={_short(value)}"
@@ -233,10 +233,10 @@ class _Sweep:
         return ", ".join(differing) or "the cell"
 
     def assemble(self) -> None:
-        """Write rows.csv in the order of the grid, and environment.json of its runs.
+        """Write rows.csv in the order of the grid, and environment.json.
 
-        The newest of these runs is at the top level, older ones under ``earlier_runs``.  Running a
-        finished sweep again changes neither file.  Without a row neither is written.
+        In environment.json the newest run is at the top level, older runs are in ``earlier_runs``.
+        Running a finished sweep again changes neither file.  Without rows, no file is written.
         """
         finished = [self.records[key] for key in self.cells if key in self.records]
         if not finished:
@@ -267,7 +267,7 @@ class _Sweep:
         )
 
     def summarise(self) -> None:
-        """Log absent cells, failed cells and wrong rows, also to the console."""
+        """Log absent cells, failed cells and wrong rows, to the file and the console."""
         for what, cases in (("wrong", self.report.wrong), ("failed", self.report.failed)):
             for case in cases[:_MAX_LISTED]:
                 log.error("%s: %s", what, case)
@@ -280,7 +280,7 @@ class _Sweep:
 
 
 def _short(value: Any) -> str:
-    """A field of a cell as text; of a file or a trace its name."""
+    """A field of a cell as text.  A file or a trace is shown by its name."""
     while isinstance(value, dict):
         value = value.get("file") or value.get("name") or str(value)
     return str(value)

@@ -1,9 +1,9 @@
 """Runs tasks in worker processes of this machine.
 
-An executor is a function from tasks to a generator of their outcomes, in any order.  It touches no
-file, and closing the generator ends the tasks that still run.  Workers here are pools of one
-process each, so a process that dies costs only its task.  Processes are spawned, since a fork of a
-process with threads of torch or numba may hang.
+An executor is a function from tasks to a generator of their outcomes, in any order.  It writes no
+file.  Closing the generator ends the running tasks.  Each worker here is a pool of one process, so
+if a process dies, only its task fails.  Processes are spawned, because a forked process may hang if
+torch or numba had started threads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from experiments.harness.provenance import Code, imported_code
 
 @dataclass(frozen=True)
 class Task:
-    """A cell to run.  ``key`` comes back with its outcome."""
+    """A cell to run.  The task's outcome has the same ``key``."""
 
     key: str
     run_cell: Callable[[Any], list[dict[str, Any]]]
@@ -44,7 +44,7 @@ class Outcome:
     key: str
     status: Literal["finished", "unavailable", "failed"] = "finished"
     message: str = ""
-    """Why it is unavailable, or the last line of the error."""
+    """The reason why the cell is unavailable, or the error."""
     details: str = ""
     """The traceback of a failure."""
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -72,7 +72,7 @@ def execute(task: Task) -> Outcome:
 
 
 def _plain(rows: Any) -> list[dict[str, Any]]:
-    """``rows`` with NumPy scalars as Python numbers; TypeError for anything but rows of scalars."""
+    """Convert NumPy scalars in ``rows`` to Python numbers.  Raises TypeError for other values."""
     rows = json.loads(json.dumps(rows, default=lambda value: value.item()))
     for row in rows:
         for column, value in row.items():
@@ -87,9 +87,9 @@ def run_here(tasks: Sequence[Task]) -> Generator[Outcome]:
 
 
 def run_locally(tasks: Sequence[Task], *, jobs: int) -> Generator[Outcome]:
-    """Run ``tasks`` in up to ``jobs`` processes, which end with the generator.
+    """Run ``tasks`` in up to ``jobs`` processes.  The processes end when the generator ends.
 
-    A process takes the tasks of one group in succession, so that shared data are set up once.
+    A process runs the tasks of one group in succession, so their shared data are set up once.
     """
     jobs = max(1, min(jobs, len(tasks)))
     threads = max(1, len(os.sched_getaffinity(0)) // jobs)
@@ -116,7 +116,7 @@ def run_locally(tasks: Sequence[Task], *, jobs: int) -> Generator[Outcome]:
                 worker, task = running.pop(future)
                 try:
                     outcome = future.result()
-                    # After an error on the device every later CUDA call of the process fails.
+                    # After a device error, every later CUDA call of this process fails.
                     is_spent = outcome.status == "failed" and "CUDA" in outcome.message
                 except BrokenProcessPool:
                     outcome = Outcome(task.key, "failed", "its worker process died")
@@ -137,7 +137,7 @@ def run_locally(tasks: Sequence[Task], *, jobs: int) -> Generator[Outcome]:
 def _next_group(
     waiting: dict[tuple[str, ...], deque[Task]], own: tuple[str, ...], taken: list[tuple[str, ...]]
 ) -> tuple[str, ...]:
-    """The worker's own group, else the first that no worker has taken, else the longest."""
+    """The worker's own group, else the first group without a worker, else the longest group."""
     if own in waiting:
         return own
     longest = max(waiting, key=lambda group: len(waiting[group]))
@@ -148,14 +148,14 @@ def _set_up(threads: int) -> None:
     """Prepare a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the sweep handles Ctrl-C
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    # PyTorch takes the largest of these, so a value that the user sets must count for all.
+    # PyTorch uses the largest of these variables, so the user's value must apply to all of them.
     limit = os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     for variable in ("MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
         os.environ.setdefault(variable, limit)
 
 
 def _end_with_parent() -> None:
-    """Exit when the sweep is gone, so that a killed sweep leaves no worker running."""
+    """Exit when the parent process ends, so that a killed sweep leaves no worker running."""
     if parent := multiprocessing.parent_process():
         parent.join()
         os._exit(1)

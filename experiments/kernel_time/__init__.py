@@ -1,15 +1,15 @@
-"""Modelled times of attention kernels on GPUs, judged on published times.
+"""Modelled times of attention kernels on GPUs, compared with published times.
 
-The model (model.py) takes machine code, the launch's shape and data sheets. Three constants per GPU
-are fitted on half of the Triton decode rows of three GPUs, divided by a hash of the shape. The
-model is judged on the second half, on all of prefill, and on every GPU with the mean constants of
-the fitted GPUs without it ("left out"). Errors on the H100, B200 and L40S are optimistic, because
-the model's global values were chosen while looking at all of their rows. The model was finished
-before it was compared with the H200, GB200 and RTX PRO 6000; later changes are not held out. Rows
-below 20 microseconds are left out. The table also has a roofline (bytes at the data sheet's
-bandwidth or operations at its peak, and 5 microseconds). ``misses.csv`` has the errors above their
-bars. ``bandwidth_least`` and ``bandwidth_most`` bound the shares of the bandwidth that fit as well
-as the fitted share, with the same latency and floor: the B200's share is not identified.
+The model (model.py) uses machine code, the launch's shape and data sheets. Three constants per GPU
+are fitted for three GPUs on half of the Triton decode rows, chosen by a hash of the shape. The
+model is judged on the second half, on prefill, and on every GPU with the other fitted GPUs' mean
+constants ("left out"). Errors on the H100, B200 and L40S are optimistic, because the model's global
+values were chosen while looking at all of their rows. The model was finished before it was compared
+with the H200, GB200 and RTX PRO 6000; later changes are not held out. Rows below 20 microseconds
+are left out. The table also has a roofline (bytes at the data sheet's bandwidth or operations at
+its peak, and 5 microseconds). ``misses.csv`` has the errors above their bars. Shares of the
+bandwidth from ``bandwidth_least`` to ``bandwidth_most`` fit about as well as the fitted share: the
+B200's share is uncertain.
 
 The model then gives times of our decode and prefill, for even and skewed batches, next to published
 times of other kernels at the same shape.
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 FITTED = ("H100-SXM", "B200-SXM", "L40S")
 CARDS = ("A100-SXM", *FITTED)
-"""GPUs that other kernels than Triton's were measured on."""
+"""GPUs on which kernels other than Triton kernels were measured."""
 BASIS = "modelled from machine code; constants fitted to times that others measured"
 _GPUS = ("A100-SXM", "H100-SXM", "H200-SXM", "B200-SXM", "GB200", "L40S", "RTX-PRO-6000")
 _SHAPE = ["phase", "batch_size", "query_tokens", "context_tokens", "q_heads", "kv_heads"]
@@ -46,7 +46,7 @@ _BARS = {
     ("decode", True): (0.2, np.inf),
     ("prefill", True): (0.25, np.inf),
 }
-"""Largest allowed median and 90th percentile of a GPU's errors, by phase and left out or not."""
+"""Largest allowed median and 90th percentile of a GPU's errors, by (phase, left out)."""
 _FAMILY_BAR = (0.3, np.inf)
 
 
@@ -61,13 +61,13 @@ class KernelTime(Options):
 
 @functools.cache
 def _judged() -> pd.DataFrame:
-    """Measured Triton rows with their launches, and whether a row may be fitted."""
+    """Measured Triton rows, with the launches of each row and whether the fit may use it."""
     import pandas as pd
 
     from experiments import gpu_times
 
     rows = gpu_times.rows("attention", kernel="triton").drop(columns="kernel")
-    # Rows of vLLM 0.22 are copies.
+    # Rows of vLLM 0.22 are duplicates.
     rows = rows[(rows["engine"] != "vllm 0.22.0") & (rows["microseconds"] > _SHORTEST_US)]
     half = pd.util.hash_pandas_object(rows[_SHAPE], index=False) % 2 == 0
     rows = rows.assign(may_fit=half & (rows["phase"] == "decode") & rows["gpu"].isin(FITTED))
@@ -76,7 +76,7 @@ def _judged() -> pd.DataFrame:
 
 @functools.cache
 def constants(gpu: str, left_out: bool) -> Constants:
-    """Constants fitted to the GPU, or if it is left out the mean constants of ``FITTED``."""
+    """Constants fitted to the GPU.  If it is left out: mean of the other ``FITTED`` GPUs."""
     if left_out:
         return Constants(*np.mean([constants(name, False) for name in FITTED if name != gpu], 0))
     rows = _judged().query("may_fit and gpu == @gpu")
@@ -85,8 +85,8 @@ def constants(gpu: str, left_out: bool) -> Constants:
 
 @functools.cache
 def bandwidth_shares(gpu: str) -> tuple[float, float]:
-    """Least and largest bandwidth share whose score on the fitted rows is at most 2 % above the
-    fit's, with its other constants.  NaN for a GPU that was not fitted."""
+    """Least and largest bandwidth share whose score on the fitted rows is less than 2 % above the
+    fit's score, with equal latency and floor. NaN for a GPU that was not fitted."""
     rows, tried = _judged().query("may_fit and gpu == @gpu"), np.arange(1, 101) / 100
     if rows.empty:
         return np.nan, np.nan
@@ -115,7 +115,7 @@ def run_cell(cell: KernelTime) -> list[dict[str, Any]]:
 
 
 def _errors(rows: pd.DataFrame, found: Constants, bar: tuple[float, float]) -> dict[str, Any]:
-    """Relative errors, quantiles of modelled / measured, and the shape with the worst."""
+    """Relative errors, quantiles of modelled / measured, and the shape with the largest error."""
     gpu, measured = gpu_of(rows["gpu"].iloc[0]), rows["microseconds"]
     ratio = microseconds(gpu.gpu, rows, found) / measured
     error = (ratio - 1).abs()
@@ -139,7 +139,7 @@ def _errors(rows: pd.DataFrame, found: Constants, bar: tuple[float, float]) -> d
 
 @functools.cache
 def _band(phase: str) -> tuple[float, float]:
-    """5th and 95th percentile of modelled / measured of all Triton rows, their GPU left out."""
+    """5th and 95th percentile of modelled / measured of all Triton rows, GPUs left out."""
     rows = _judged()
     found = [
         microseconds(gpu, some, constants(gpu, True)) / some["microseconds"]
@@ -150,7 +150,7 @@ def _band(phase: str) -> tuple[float, float]:
 
 
 def shapes(gpu: str) -> pd.DataFrame:
-    """Shapes with 32 query heads of 128 for our kernels: decode, even and skewed, and prompts."""
+    """Shapes of our kernels, with 32 query heads of 128: even and skewed decode, and prefill."""
     import pandas as pd
 
     axes = ("phase", "lengths", "batch_size", "context_tokens", "kv_heads", "kv_dtype")
@@ -170,9 +170,9 @@ def shapes(gpu: str) -> pd.DataFrame:
 
 
 def modelled(ours: pd.DataFrame) -> pd.DataFrame:
-    """Modelled times of our kernels on one GPU, with a band and published times of the same shapes.
+    """Modelled times of our kernels on one GPU, their band, and published times of the same shapes.
 
-    ours: columns as of ``shapes``.
+    ours: a table with the columns of ``shapes``, for one GPU.
     """
     from experiments import gpu_times
 
@@ -200,7 +200,7 @@ def modelled(ours: pd.DataFrame) -> pd.DataFrame:
 
 
 def _draw_errors(rows: style.DataFrame) -> style.Figure | None:
-    """A panel per phase, a row per GPU; dots are families of kernels."""
+    """One panel per phase and one row per GPU.  Small dots are families of kernels."""
     rows = rows[rows["part"] == "errors"]
     if rows.empty:
         return None
@@ -236,7 +236,7 @@ _OTHERS = {
 
 
 def _draw_ours(rows: style.DataFrame) -> style.Figure | None:
-    """Time over the context, a panel per GPU, phase and batch."""
+    """Time against context length.  One panel per GPU, phase and batch."""
     if "ours" not in set(rows["part"]):
         return None
     rows = rows[(rows["part"] == "ours") & rows["batch_size"].isin([8, 16, 64])]

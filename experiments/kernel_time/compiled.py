@@ -5,8 +5,8 @@
 
 The files are from ``sglang/srt/layers/attention/triton_ops`` 0.5.14 and ``vllm/v1/attention/ops``
 0.24.0. The kernels of the measured rows are compiled with the installed Triton. It must be 3.6, as
-in the measurements: the code of 3.6 for the B200 takes up to twice the time of 3.7's. Without files
-our own kernels are compiled. Rows of other kernels stay.
+in the measurements: on the B200, code of Triton 3.6 takes up to twice as long as code of 3.7.
+Without files, only our kernels are compiled. Rows of other kernels are kept.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from experiments.kernel_time.model import TABLE, gpu_of
 
 
 def _others(files: dict[str, Path], row: Any, arch: str) -> Callable[[], object]:
-    """A call of the kernels of a measured row, on meta tensors."""
+    """A function that calls the kernels of a measured row on meta tensors."""
     import torch
 
     from experiments.kernel_counters.other_kernels import load_sglang, load_vllm
@@ -74,7 +74,7 @@ def _others(files: dict[str, Path], row: Any, arch: str) -> Callable[[], object]
 
 
 def _ours(row: Any) -> Callable[[], object]:
-    """Our op of a row of ``shapes``, on meta tensors."""
+    """A call of our op on meta tensors, for a row of ``shapes``."""
     import torch
 
     from kernels.testing.cases import make_case

@@ -1,4 +1,4 @@
-"""The launches of SGLang, vLLM and this project for a call of attention."""
+"""The kernel launches that SGLang, vLLM and this project make for one call of attention."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _EXTEND_TILES = {
     "sm_100": {192: (64, 64), 256: (64, 64)},
     "": {64: (64, 128), 128: (64, 128), 192: (64, 64), 256: (64, 64), 512: (32, 32)},
 }
-"""Queries and keys of a tile of SGLang's prefill, by head_dim; the last for small shared memory."""
+"""Queries and keys per tile of SGLang's prefill, by GPU and head_dim."""
 _SEARCHED, _SEARCH_CYCLES = 64, 310
-"""Sequences that our decode searches at a time, and cycles for them by the SASS of sm_90."""
+"""Number of sequences that our decode searches at a time, and the cycles in the SASS of sm_90."""
 
 
 def launches(rows: pd.DataFrame) -> pd.DataFrame:
-    """``Launch`` of each row: columns of gpu_times' attention; ``block_size`` and ``lengths`` too
-    of the engine pagelab."""
+    """The ``Launch`` of each row.  Rows have the columns of gpu_times' attention, and for pagelab
+    also ``block_size`` and ``lengths``."""
     import pandas as pd
 
     rules = {"sglang": _sglang, "vllm": _vllm, "pagelab": _pagelab}
@@ -33,7 +33,7 @@ def launches(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def lengths_of(row: Any) -> list[int]:
-    """Tokens of each sequence of one of our rows. Skewed: the first has half of all."""
+    """Tokens of each sequence of our row.  Skewed: the first sequence has half of all tokens."""
     if row.lengths == "even":
         return [row.context_tokens] * row.batch_size
     half, others = row.batch_size * row.context_tokens // 2, row.batch_size - 1
@@ -46,14 +46,14 @@ def _cdiv(a: int, b: int) -> int:
 
 @functools.cache
 def _causal(tokens: int, queries: int, keys: int) -> tuple[int, int, int]:
-    """Tiles in a prompt's blocks of queries: blocks, tiles of the longest one, and of all."""
+    """Numbers of a prompt's query blocks, key tiles of the longest block, and all key tiles."""
     ends = np.minimum(tokens, queries * np.arange(1, _cdiv(tokens, queries) + 1))
     tiles = -(-ends // keys)
     return len(tiles), int(tiles[-1]), int(tiles.sum())
 
 
 def _sglang(row: Any, gpu: Any) -> Launch:
-    """SGLang 0.5.14. At head_dim 192 values have 128, which costs five launches more."""
+    """SGLang 0.5.14. At head_dim 192 values have 128 dimensions, which costs five more launches."""
     group, dim, size = row.q_heads // row.kv_heads, row.head_dim, 1 + (row.kv_dtype != "fp8")
     dims = dim + (128 if dim == 192 else dim)
     tokens = row.batch_size * row.context_tokens
@@ -105,7 +105,7 @@ def _vllm(row: Any, gpu: Any) -> Launch:
 
 
 def _pagelab(row: Any, gpu: Any) -> Launch:
-    """By the table of tiles. Decode deals its work items to programs as the kernel does."""
+    """Uses the table of tiles.  Work items of decode are assigned to programs as in the kernel."""
     import torch
 
     from kernels import tiles

@@ -4,18 +4,18 @@
     launched = launches(measured)
     microseconds("H100-SXM", launched, fit("H100-SXM", launched, measured["microseconds"]))
 
-``compiled.py`` writes the facts of each kernel to ``kernels.csv``; ``launch.py`` has the rules
-of the launching code. A pass of the loop over tiles takes
+``compiled.py`` writes ``kernels.csv``; ``launch.py`` computes grids as the launching code does. The
+time of a pass of the loop over tiles is the sum of
 
-- the cycles of its warp (``sass.py``), at a latency between L2's and memory's by the share of the
-  bytes that come from memory;
-- half of the instructions, shared-memory wavefronts and tensor-core cycles of the warps that share
+- the cycles of one warp (``sass.py``). The latency lies between L2's and memory's, weighted by the
+  share of bytes from memory;
+- half of the instructions, shared-memory wavefronts and tensor-core cycles of the other warps on
   the multiprocessor;
-- its bytes and the bytes of spilled registers, at 64 per cycle.
+- the cycles of the tile's bytes (64 bytes per cycle) and of spilled registers.
 
-That time, the one of all resident programs' bytes at the memory's bandwidth, and the tensor cores'
-are joined by a 4-norm. Programs beyond the resident ones follow without a gap, and half a program
-at the end runs alone. The merge of splits counts as a launch and no more.
+This sum, the time of all resident programs' bytes at the memory's bandwidth, and the time of the
+tensor cores are combined by a 4-norm. If not all programs are resident, later programs follow
+without a gap, and half a program at the end runs alone. The merge of splits costs one launch.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ if TYPE_CHECKING:
 
 TABLE = Path(__file__).with_name("kernels.csv")
 
-# Chosen while looking at all rows of the H100, B200 and L40S, before a row of another was compared.
+# Chosen by the errors on all rows of the H100, B200 and L40S, before other GPUs were compared.
 CROWDING, L2_LATENCY, TAIL, NORM = 0.5, 0.3, 0.5, 4
-"""Share of other warps' work that a warp waits for; L2's latency over memory's; part run alone."""
+"""Share of other warps' work that a warp waits for; L2's / memory's latency; part that runs
+alone."""
 SPILL_CYCLES, DISPATCH_CYCLES, LAUNCH_US = 2, 200, 1.6
-"""Per spilled register of a warp; per start of a program; microseconds of a launch after two."""
+"""Cycles per spilled register of a warp; cycles per program start; time of a launch after two."""
 
 
 class Constants(NamedTuple):
@@ -47,37 +48,37 @@ class Constants(NamedTuple):
     latency_ns: float
     """Latency of memory under load."""
     bandwidth: float
-    """Share of the data sheet's."""
+    """Share of the data sheet's bandwidth."""
     floor_us: float
-    """Two launches that do nothing."""
+    """Microseconds of two launches that do nothing."""
 
 
 class Launch(NamedTuple):
-    """The launches of a call."""
+    """The kernel launches of one call of attention."""
 
     kernel: str
     programs: int
-    """With work."""
+    """Number of programs with work."""
     empty: int
     tiles: int
-    """Passes of the tile loop in the longest program."""
+    """Number of passes of the tile loop in the longest program."""
     work: int
-    """Passes in all programs."""
+    """Number of passes in all programs."""
     launches: int
     tile_flops: float
     asked: float
     """Bytes of keys and values that all programs read."""
     moved: float
-    """Bytes that are read or written at least once."""
+    """Bytes that are read or written, each counted once."""
     items: int = 1
-    """Work items, one after another, of the longest program."""
+    """Number of work items of the longest program, which runs them one after another."""
     cycles: float = 0
-    """Further ones of every program."""
+    """Additional cycles of every program."""
 
 
 @functools.cache
 def gpu_of(name: str) -> Any:
-    """A row of gpu_times/gpus.csv.  Raises ValueError, listing the GPUs, for another name."""
+    """The GPU's row in gpu_times/gpus.csv.  Raises ValueError, with the known GPUs."""
     return next(gpu_times.rows("gpus", gpu=name).itertuples())
 
 
@@ -89,8 +90,8 @@ def _kernels(arch: str) -> pd.DataFrame:
 def microseconds(name: str, launched: pd.DataFrame, constants: Constants) -> np.ndarray:
     """Modelled microseconds of each launch (columns of ``Launch``) on the GPU ``name``.
 
-    Raises ValueError, listing what there is, for an unknown GPU, and for a kernel that was not
-    compiled for it.
+    Raises ValueError, with the known names, for an unknown GPU or a kernel that was not compiled
+    for the GPU.
     """
     gpu = gpu_of(name)
     one, compiled = launched, _kernels(gpu.arch)
@@ -127,13 +128,13 @@ def microseconds(name: str, launched: pd.DataFrame, constants: Constants) -> np.
 def score(
     name: str, launched: pd.DataFrame, measured: pd.Series, constants: Sequence[float]
 ) -> float:
-    """Median of relative errors plus half their 90th percentile."""
+    """Median of the relative errors, plus half of their 90th percentile."""
     error = np.abs(microseconds(name, launched, Constants(*constants)) / measured - 1)
     return float(np.median(error) + np.quantile(error, 0.9) / 2)
 
 
 def fit(name: str, launched: pd.DataFrame, measured: pd.Series) -> Constants:
-    """Constants with the least ``score``."""
+    """The constants with the smallest ``score``."""
     best, step = np.array([800, 0.8, 5]), 0.3
     while step > 0.02:
         factors = (1 + step) ** np.vstack([np.zeros(3), np.eye(3), -np.eye(3)])

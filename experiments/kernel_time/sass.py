@@ -1,8 +1,8 @@
-"""Time of one warp through machine code, from the control codes that ptxas wrote into it.
+"""Cycles that one warp needs for machine code, from the control codes that ptxas wrote.
 
-Every instruction has a stall count, two scoreboards that it may set, and those it waits for; the
-layout is from Jia et al., "Dissecting the NVIDIA Volta GPU architecture via microbenchmarking",
-2018. Latencies of instructions are assumed.
+Every instruction encodes a stall count, two scoreboards that it may set, and the scoreboards that
+it waits for. The layout is from Jia et al., "Dissecting the NVIDIA Volta GPU architecture via
+microbenchmarking", 2018. Latencies of instructions are assumed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 _CYCLES = {
     "LDGSTS|MUFU|I2F|F2I|F2F|FRND|POPC|FLO|STG|RED": 20,
-    "LDG.*[.]64": 38,  # page numbers, which are in L1
+    "LDG.*[.]64": 38,  # page numbers, which L1 holds
     "LDG[.]|LD[.]|LD$|ATOM": None,
     "LDSM|HMMA|HGMMA|QGMMA|IMMA|QMMA|OMMA": 33,
     "LDS": 29,
@@ -26,7 +26,7 @@ _CYCLES = {
 _BARRIER = 20
 _TENSOR = "HMMA|HGMMA|QGMMA|QMMA|OMMA|IMMA|UTC.*MMA"
 _NEAR, _FAR = 150, 600
-"""Latencies of memory that code is timed at."""
+"""Latencies of memory, in cycles, at which code is timed."""
 
 
 class Instruction(NamedTuple):
@@ -35,9 +35,9 @@ class Instruction(NamedTuple):
     opcode: str
     stall: int
     sets: tuple[int, int]
-    """Scoreboards of the result and of the operands' release; 7 is none."""
+    """Scoreboards for the result and for the release of the operands; 7 means no scoreboard."""
     waits: int
-    """A bit for each scoreboard that it waits for."""
+    """Bit mask of the scoreboards that the instruction waits for."""
 
 
 def parse(sass: str) -> list[Instruction]:
@@ -53,7 +53,7 @@ def parse(sass: str) -> list[Instruction]:
 
 
 def cycles(code: Sequence[Instruction], latency: int, passes: int = 1) -> int:
-    """Cycles of the last of ``passes`` through a loop; of a single one until all results are there.
+    """Cycles of the last of ``passes`` through a loop.  A single pass waits for all results.
 
     Asynchronous copies arrive ``latency`` cycles after they were issued.
     """
@@ -82,12 +82,12 @@ def cycles(code: Sequence[Instruction], latency: int, passes: int = 1) -> int:
 
 
 def timings(code: Sequence[Instruction], which: int) -> dict[str, Any]:
-    """Columns of ``kernels.csv``: the loop over tiles, and once through the rest.
+    """Columns of ``kernels.csv``: a pass of the loop over tiles, and the code outside loops.
 
-    Cycles are linear in the latency of memory: a constant part, and round trips to memory. The loop
-    over tiles is the innermost loop with the most tensor-core instructions, or most loads if it has
-    none. ``which`` is its index where several qualify: SGLang's second loop is over new keys, ours
-    over masked keys. The remaining loops are not entered.
+    Cycles are linear in the latency of memory: a constant plus a number of round trips. The loop
+    over tiles is the innermost loop with the most tensor-core instructions, or the most loads. If
+    several loops qualify, ``which`` is its index: SGLang's second loop is over new keys, our second
+    loop over masked keys. The remaining loops are not entered.
     """
     index_of = {one.address: index for index, one in enumerate(code)}
     loops = []

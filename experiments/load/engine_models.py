@@ -1,7 +1,7 @@
 """The models that experiments on the engine run: shapes with random weights, and a checkpoint.
 
 The time of a step depends on the shape and not on the values of the weights.  Experiments whose
-results depend on the weights take the SmolLM2 that `make model` installs.
+results depend on the weights use the SmolLM2 checkpoint that `make model` installs.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ SMOLLM2 = "smollm2-135m"  # the checkpoint
 
 
 def model_config(name: str) -> ModelConfig:
-    """The shape ``name``, or the checkpoint's.  On a GPU its weights are bf16.
+    """The configuration of the shape ``name``, or of the checkpoint.  On a GPU weights are bf16.
 
-    Their standard deviation is 0.1: with the usual 0.02, greedy outputs repeat one token.
+    Random weights have a standard deviation of 0.1: with 0.02, greedy outputs repeat one token.
     """
     import torch
 
@@ -52,15 +52,15 @@ def model_config(name: str) -> ModelConfig:
 
 
 def hash_option(manager: str) -> dict[str, str]:
-    """sha256 for a manager that hashes, if the package xxhash is missing."""
+    """Select sha256 for a manager that hashes blocks if the package xxhash is missing."""
     hashes = manager in ("nano_vllm", "vllm_v0", "vllm_v1")
     return {"hash_algorithm": "sha256"} if hashes and not importlib.util.find_spec("xxhash") else {}
 
 
 def make_llm(name: str, *, threads: int | None = None, **options: Any) -> LLM:
-    """An engine on the model ``name``, a shape with random weights or SMOLLM2.
+    """An engine with the model ``name``: a shape with random weights, or SMOLLM2.
 
-    threads: CPU threads of PyTorch, in this process from now on; None: unchanged.
+    threads: number of PyTorch's CPU threads; stays set for the process. None: unchanged.
 
     Raises Unavailable if a package or the checkpoint is not installed, or the GPU is too small.
     """
@@ -69,7 +69,7 @@ def make_llm(name: str, *, threads: int | None = None, **options: Any) -> LLM:
     from models import LLM
     from models.hub import default_model
 
-    gc.collect()  # a model that is not in use any more
+    gc.collect()  # frees a model that is no longer used
     torch.cuda.empty_cache()
     if threads is not None:
         torch.set_num_threads(threads)
@@ -81,7 +81,7 @@ def make_llm(name: str, *, threads: int | None = None, **options: Any) -> LLM:
 
 
 def transformers_model(llm: LLM) -> Any:
-    """A model of Hugging Face transformers that reads the same tensors as ``llm``."""
+    """A Hugging Face transformers model that uses the same weight tensors as ``llm``."""
     import torch
 
     from kernels.testing.hugging_face import import_transformers
@@ -117,8 +117,8 @@ def _transformers_config(config: ModelConfig) -> Any:
 def nano_vllm_seconds(name: str, prompts: list[list[int]], outputs: list[int]) -> float:
     """Seconds that nano-vLLM takes for the requests, on the shape ``name`` with random weights.
 
-    Its readers of tokenizers and weights are replaced in this process.  Raises Unavailable for an
-    architecture that nano-vLLM does not have.
+    In this process nano-vLLM's loaders of tokenizers and weights are replaced.  Raises Unavailable
+    for an architecture that nano-vLLM does not have.
     """
     import tempfile
     import time
@@ -155,7 +155,7 @@ def nano_vllm_seconds(name: str, prompts: list[list[int]], outputs: list[int]) -
 
 
 def prose_tokens(llm: LLM) -> list[int]:
-    """Python's help on its language in tokens of ``llm``, or in bytes without a tokenizer."""
+    """Python's help on the language, as tokens of ``llm``, or as bytes if it has no tokenizer."""
     from pydoc_data.topics import topics
 
     text = "\n\n".join(topics.values())

@@ -1,4 +1,4 @@
-"""A clock for engines of published models on GPUs, from published operator times.
+"""A clock that gives the time of an engine's steps on a GPU, from published operator times.
 
     clock = GpuClock("opt-13b", "A100-SXM", host_seconds=0.01)
     open_loop.serve(engine, prompts, lengths, arrivals, service=clock)
@@ -8,27 +8,26 @@ Nothing runs on a GPU.  A step takes
     host + layers * (products + small kernels + attention + all-reduces)
     + LM head + sampling + copies
 
-Products, attention and all-reduces are interpolated in the tables of experiments/gpu_times.  The
-rest is modelled:
+Times of products, attention and all-reduces are interpolated in the tables of
+experiments/gpu_times. The rest is modelled:
 
-* Decoding sequences of unequal lengths: each takes its share of a batch of sequences like itself,
-  and all together at least as long as the longest alone.
-* A chunk of a prompt behind a cached prefix, which no table has: a whole prompt with as many pairs
-  of query and key.  Several are combined like decoding sequences.
-* Decoding contexts of up to twice the table's longest: time grows as between the two last measured
-  rows.  The same rule one row shorter misses the longest rows of all tables, at batches of 1 to 8,
-  by 10.5 % (median 3 %); on an H100 by 5 %, at most 32 % (Llama 3.1 8B: 4 %, at most 9 %); at most
-  by 74 %, on the L40S, whose L2 held the two rows before.
-* Decoding with more KV heads than the table has (A100: 8): that many sequences of 8 heads.
-* A product with more columns than the table has (LM heads): parts of equal size.
+* Decoding sequences of unequal lengths: a sequence takes 1/n of a batch of n sequences of its
+  length. The sum is at least the time of the longest sequence alone.
+* A chunk of a prompt after a cached prefix: the time of a whole prompt with as many pairs of query
+  and key. Several chunks are combined like decoding sequences.
+* Decoding contexts of up to twice the table's longest: linear extrapolation from the last two rows.
+  Tested on the longest rows of all tables, at batches of 1 to 8, the error is 10.5 % (median 3 %);
+  on an H100 5 %, at most 32 % (Llama 3.1 8B: 4 %, at most 9 %). The largest error is 74 %, on the
+  L40S, whose L2 held the K/V of both earlier rows.
+* Decoding with more KV heads than the table has (A100: 8): more sequences of 8 heads.
+* A product with more columns than the table has (LM heads): several products of equal size.
 * Small kernels (norms, RoPE, activations): their bytes at 80 % of the bandwidth, and 2 us each.
   Sampling reads the logits five times.
-* Block copies at the memory's bandwidth.  Swaps at the PCIe link's, not overlapped: a transfer each
-  of K and V in each layer, which takes ``transfer_seconds`` beside its bytes.
-* A GPU with another bandwidth than the measured one: memory-bound time scales with the bandwidth.
+* Block copies: the memory's bandwidth. Swaps: the PCIe link's bandwidth, without overlap. K and V
+  of each layer are separate transfers. Each takes ``transfer_seconds`` more than its bytes.
+* A GPU whose bandwidth was not measured: memory-bound time scales with the bandwidth.
 
-``host_seconds``, the time of the engine's own code in each step, and ``transfer_seconds`` are
-assumptions of the caller.
+The caller assumes ``transfer_seconds`` and ``host_seconds``, the engine's own time per step.
 """
 
 from __future__ import annotations
@@ -46,28 +45,29 @@ CLOCK_DISCLAIMER = (
     "Scheduling, allocation, eviction and preemption are the project's own code; time is the sum "
     "of operator times that others measured, interpolated, plus an assumed host time."
 )
-"""Printed in every table and figure on this clock."""
+"""Printed in every table and figure that uses this clock."""
 
 SMALL_KERNELS = 6
 """Per layer."""
 _SMALL_KERNEL_S = 2e-6
 _STREAM_EFFICIENCY = 0.8
 _GRAIN = 16
-"""Contexts of decoding sequences are tabulated at these distances."""
+"""Distance of the tabulated contexts of decoding sequences, in tokens."""
 
 
 class GpuClock:
-    """Durations of steps of ``model`` on ``tensor_parallel`` GPUs, for one engine's limits.
+    """Gives the duration of a step of ``model`` on ``tensor_parallel`` GPUs.
 
     Args:
         model: a row of gpu_times/models.csv, a dense decoder in bf16.
-        gpu: a row of gpu_times/cards.csv; bandwidths are its maker's, in bytes per second.
+        gpu: a row of gpu_times/cards.csv; bandwidths are the maker's, in bytes per second.
         host_seconds: assumed time of the engine's own code in each step.
-        transfer_seconds: assumed time of each transfer to or from the host, beside its bytes.
+        transfer_seconds: assumed time of each transfer to or from the host, besides its bytes'
+        time.
         block_size: tokens of the blocks that steps copy and swap.
 
-    Raises ValueError for a model, GPU or shape that was not measured (the message lists those that
-    were), and for a step beyond the measured range.
+    Raises ValueError for a step beyond the measured range, and for a model, GPU or shape that was
+    not measured (the message lists the measured values).
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class GpuClock:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of a token, over all layers and GPUs."""
+        """Bytes of a token's keys and values, summed over all layers and GPUs."""
         return 4 * self._shape.layers * self._shape.kv_heads * self._shape.head_dim
 
     @property
@@ -131,9 +131,9 @@ class GpuClock:
     ) -> float:
         """Seconds of a step without copies.
 
-        contexts: keys of each decoding sequence, its new token's included.
-        chunks: query tokens, and keys with these tokens' included, of each prompt.
-        rows: sequences that sample a token; 0 for all decoding ones.
+        contexts: number of keys of each decoding sequence, including the new token's key.
+        chunks: for each prompt, number of query tokens and of keys (including these tokens' keys).
+        rows: number of sequences that sample a token; 0: all decoding sequences.
         """
         tokens = len(contexts) + sum(count for count, _ in chunks)
         rows = rows or len(contexts)
@@ -151,7 +151,7 @@ class GpuClock:
         return self.host_seconds + float(self._dense[tokens] + self._head[rows]) + layers
 
     def _dense_seconds(self) -> np.ndarray:
-        """All layers without attention, by tokens of the step."""
+        """Seconds of all layers without attention, indexed by the number of tokens of the step."""
         shape, parts = self._shape, self.tensor_parallel
         tokens = np.arange(1, self.max_num_batched_tokens + 1)
         heads, wide = shape.q_heads * shape.head_dim, shape.intermediate * shape.up_products
@@ -170,7 +170,7 @@ class GpuClock:
         return np.append(0.0, shape.layers * layer)
 
     def _head_seconds(self) -> np.ndarray:
-        """LM head and sampling, by sequences that sample."""
+        """Seconds of LM head and sampling, indexed by the number of sequences that sample."""
         rows = np.arange(1, self.max_num_seqs + 1)
         seconds = self._product(rows, self._shape.vocab // self.tensor_parallel, self._shape.hidden)
         logits = 5 * 4 * self._shape.vocab * rows / self._card.bandwidth
@@ -180,7 +180,7 @@ class GpuClock:
         times = gpu_times.grid("gemm_bf16", ("m", "n", "k"), gpu=self._card.gpu)
         parts = -(-n // int(times.axes["n"][-1]))
         seconds = times(m=m, n=n / parts, k=k)
-        # On a slower memory, reading the weights (all that a single row takes) takes longer.
+        # A slower memory reads the weights more slowly. One row's time is the time of this read.
         return parts * (seconds + (self._slow - 1) * times(m=1, n=n / parts, k=k))
 
     def _set_up_attention(self) -> None:
@@ -209,7 +209,7 @@ class GpuClock:
         )
 
     def _tabulate_share(self, batch: int) -> np.ndarray:
-        """Seconds of one of ``batch`` sequences with equal contexts, by context // _GRAIN."""
+        """Seconds of one of ``batch`` sequences of equal contexts, indexed by context // _GRAIN."""
         middles = (np.arange(self._longest // _GRAIN + 1) + 0.5) * _GRAIN
         contexts = np.minimum(middles, self._longest)
         before, last = self._decode.axes["context_tokens"][-2:]
@@ -235,7 +235,7 @@ class GpuClock:
             return 0.0
         queries, keys = np.array(chunks, float).T
         pairs = queries * (keys - queries) + queries * (queries + 1) / 2
-        # Beyond the longest prompt of the table, several prompts of equal work.
+        # Work beyond the table's longest prompt is divided into several prompts of equal work.
         longest = self._prefill.axes["context_tokens"][-1]
         pieces = np.ceil(2 * pairs / longest**2)
         lengths = np.sqrt(2 * pairs / pieces)
@@ -245,6 +245,6 @@ class GpuClock:
 
 
 def _in_parts(times: gpu_times.Grid, batch: int, contexts: np.ndarray) -> np.ndarray:
-    """Seconds of a batch, if it is beyond the table of several of equal size."""
+    """Seconds of a batch.  A batch larger than the table's largest is divided into equal parts."""
     parts = -(-batch // int(times.axes["batch_size"][-1]))
     return parts * times(batch_size=batch / parts, context_tokens=contexts)

@@ -1,6 +1,6 @@
 """Request traces of experiments: files or synthetic workloads.
 
-The default is the traces of this repository, see experiments/traces/README.md.
+The default traces are those of this repository, see experiments/traces/README.md.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class TraceFile:
     num_requests: int | None
     """Number of requests.  None means all."""
     first: int = 0
-    """The first of them."""
+    """Index of the first request."""
 
     @property
     def name(self) -> str:
@@ -61,13 +61,13 @@ PagedAttention paper (figure 11); the rest is assumed."""
 LONGEST = 1024
 """Tokens of the longest prompt, and of the longest output."""
 MAX_OUTPUT_TOKENS = 100_000
-"""Requests with longer outputs are left out as faults of the file: in copies of Azure's 2023 traces
-the last row ends in the number of requests, glued to the output length."""
+"""Requests with longer outputs are left out, because they are errors in the file. In copies of
+Azure's 2023 traces the number of requests is appended to the last row's output length."""
 
 
 def draw_lengths(rng: np.random.Generator, count: int, like: str) -> tuple[list[int], ...]:
-    """Prompt and output tokens of ``count`` requests: log-normal, from 1 to LONGEST, and in the
-    mean exactly the data set's."""
+    """Numbers of prompt and of output tokens of ``count`` requests: log-normal, between 1 and
+    LONGEST, with the mean of the data set."""
     drawn = []
     for mean, sigma in PAPER_LENGTHS[like]:
         tokens = np.exp(sigma * rng.standard_normal(count))
@@ -101,10 +101,10 @@ class OnTraces(Options):
         *,
         lengths_suffice: bool = False,
     ) -> Iterator[Source]:
-        """The named traces; else REAL_TRACES.
+        """Yield the traces that the option names, or REAL_TRACES if it names no trace.
 
-        num_requests: first requests of a file, and requests of a workload.  None: all, and the
-            workload's default.
+        num_requests: number of requests from the start of a file, or of a workload. None: the whole
+        file, or the workload's default.
 
         Raises OSError if a file cannot be read, and ValueError if it has no block ids, unless
         ``lengths_suffice``.
@@ -122,23 +122,23 @@ class OnTraces(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class OnSlices(OnTraces):
-    """Options of an experiment on several slices of each trace, as one slice is no result.
+    """Options of an experiment that needs several slices of each trace.
 
-    Slices of a file are runs of its requests that do not overlap, at equal distances.  A slice of a
-    synthetic workload has a seed of its own.
+    Slices of a file are sections that do not overlap and start at equal distances.  Each slice of a
+    synthetic workload has its own seed.
     """
 
     slices: Count = 5
-    """Slices of each trace, or seeds of a synthetic workload."""
+    """Number of slices of each trace, or of seeds of a synthetic workload."""
     num_requests: Count
-    """Requests of a slice; fewer where the slices of a file would overlap."""
+    """Number of requests per slice.  It is reduced if the slices of a file would overlap."""
 
     @property
     def group(self) -> tuple[str, ...]:
         return self.trace.name, str(self.trace.slice)
 
     def sliced_sources(self) -> Iterator[Source]:
-        """The slices of the traces; raises as ``sources`` does."""
+        """Yield the slices of the traces.  Raises the same errors as ``sources``."""
         for source in self.sources(self.num_requests):
             for number in range(self.slices):
                 if isinstance(source, Workload):
@@ -153,7 +153,7 @@ class OnSlices(OnTraces):
 
 @functools.lru_cache(maxsize=4)
 def load(source: Source) -> cache.Trace:
-    """The trace; the last four are cached."""
+    """Load the trace.  The four traces used last are cached."""
     if isinstance(source, TraceFile):
         trace, first, count = _whole(source.file.path), source.first, source.num_requests
         return trace[first : None if count is None else first + count]

@@ -1,13 +1,13 @@
-"""The clock of GPUs against published serving times.
+"""Modelled GPU times compared with published serving times.
 
 The clock (experiments/load/gpu_clock.py) sums up operator times.  This table compares the sums with
-engines that ran: time per token of decoding batches and of prompts, time to first token, and
-throughput of a whole run, which the project's own scheduler serves.  README.md has the sources and
-their gaps.  A published launch of 10 steps is compared with the mean of four of them.
+measured engines: time per token of decoding batches and of prompts, time to first token, and
+throughput of a whole run (with this project's scheduler). README.md lists the sources and the facts
+that they leave out. A launch of 10 steps is compared with the mean of four steps.
 
-Errors are without host time, except ``anyscale``, whose launcher sleeps 10 ms a step.
-``hosts.csv`` has the host time of each engine with the smallest error on its ``chosen`` cases (the
-first, third, ...), and the errors on its ``judged`` cases with and without it.
+The host time is 0, except for ``anyscale``, whose launcher sleeps 10 ms a step. ``hosts.csv`` has,
+for each engine, the host time with the smallest error on the ``chosen`` cases (the first, third,
+...), and the errors on the ``judged`` cases with and without this host time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CASES = """
 _PER_SECOND = "tokens per second"
 _HOST_MS = np.arange(0, 5.01, 0.05)
 _STEPS = (1, 4, 7, 10)
-"""The steps of a launch of 10 over which the clock takes its mean."""
+"""The steps, of the 10 in a launch, whose mean time is modelled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ def run_cell(cell: PublishedServing) -> list[dict[str, Any]]:
 
 
 def _modelled(about: dict[str, Any], x: int, seed: int, host_ms: float) -> tuple[float, int | None]:
-    """The point ``x`` of a case on the clock, and its sequences where the table has them."""
+    """The modelled value at ``x`` of a case, and the number of sequences if the table has it."""
     place, kind = (about["model"], about["gpu"], about["tensor_parallel"]), about["kind"]
     tokens, batch = (about["tokens"], x) if about["tokens"] else (x, 1)
     most = 256 if kind == "anyscale" else 320
@@ -81,9 +81,9 @@ def _of_case(name: str, case: str) -> style.DataFrame:
 
 
 def _launch(clock: GpuClock, case: str, number: int) -> tuple[float, int]:
-    """Milliseconds per step of a launch, and its sequences.
+    """Milliseconds per step of a launch, and the number of sequences in it.
 
-    A sequence that ends within a launch stays to its end.
+    A sequence that ends within a launch stays until the launch ends.
     """
     prompts = _of_case("prompts.csv", case)
     done = 10 * number + 1
@@ -101,7 +101,7 @@ def _prompt_token(clock: GpuClock, step_tokens: int, seed: int) -> float:
 
 
 def _throughput(clock: GpuClock, most_tokens: int, seed: int) -> float:
-    """Prompt and output tokens per second of the run of ``anyscale``."""
+    """Tokens per second (prompt and output tokens) of the case ``anyscale``."""
     drawn = np.rint(np.random.default_rng(seed).exponential(128, 200_000))
     outputs = np.maximum(drawn[drawn <= most_tokens][:1000], 1).astype(int).tolist()
     prompts = [[1] * 512] * 1000
@@ -152,14 +152,14 @@ def _summary(rows: style.DataFrame) -> style.DataFrame:
 
 
 def _error(rows: style.DataFrame, host_ms: float) -> float:
-    """Mean of the cases' mean errors with a host time."""
+    """Mean over the cases of the mean error, if the host time is ``host_ms``."""
     longer = 1 + host_ms * rows["growth_per_host_ms"]
     modelled = (1 + rows["error"]) * longer.where(rows["unit"] != _PER_SECOND, 1 / longer)
     return (modelled - 1).abs().groupby(rows["case"]).mean().mean()
 
 
 def _hosts(rows: style.DataFrame) -> style.DataFrame:
-    """The host time of each engine, and its cases' errors without it and with it."""
+    """The host time of each engine, and the errors of its cases without and with this host time."""
     import pandas as pd
 
     table = []
