@@ -1,18 +1,17 @@
 """Cost of the block size: hits lost to coarse blocks, empty slots in last blocks, latency.
 
-The trade-off of fig. 18 of the PagedAttention paper (Kwon et al., SOSP 2023).
+Redoes the trade-off of fig. 18 of the PagedAttention paper (Kwon et al., SOSP 2023).
 
-- ``hit_rate``: serial replay with ``policy`` of traces with regrouped blocks, in a cache of a fixed
-  number of tokens and in one that never evicts.  A trace cannot be cut finer than its published
-  blocks.
+- ``hit_rate``: traces whose blocks are merged to larger blocks are replayed serially with
+  ``policy``, in a cache of a fixed number of tokens and in a cache that never evicts.  Block sizes
+  below the trace's own are impossible.
 - ``waste``: share of empty slots in the blocks of a request when its last token is stored.  It
-  follows from the lengths alone, so every block size is allowed.
-- ``serving``: normalised latency of OPT-13B on the clock of the experiment ``serving``, at rates
-  near those that blocks of 16 tokens sustain.  Large blocks leave slots empty, so fewer requests
-  run at once.  The clock's attention takes equally long with every block size, so it does not show
-  the cost of small blocks in a kernel.
-- ``latency``: the decode steps of ``kernel_latency`` with 64 sequences, over caches of each block
-  size, on a GPU.
+  follows from the lengths alone, so every block size is possible.
+- ``serving``: normalised latency of OPT-13B with the clock of the experiment ``serving``, near the
+  rate that blocks of 16 tokens sustain.  Large blocks leave slots empty, so fewer requests run at
+  once.  The clock gives attention the same time at every block size, so it does not show the cost
+  of small blocks in a kernel.
+- ``latency``: decode steps of ``kernel_latency`` with 64 sequences at each block size, on a GPU.
 """
 
 from __future__ import annotations
@@ -56,17 +55,17 @@ class BlockSize(OnTraces):
     policy: Policy = "lru"
     """Eviction policy of the replays."""
     capacity_percent: Axis[Percent] = (2, 10)
-    """Tokens of the cache, in percent of the unique tokens of the trace."""
+    """Size of the cache, in percent of the unique tokens of the trace."""
     block_size: Axis[Count] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-    """Tokens per block; hit rates exist for multiples of the trace's own only."""
+    """Tokens per block.  Hit rates need a multiple of the trace's own block size."""
     num_requests: Count | None = None
-    """Requests of each trace, the first of a file. None: all, and a workload's own number."""
+    """Number of requests: the first of a trace file. None: all of a file, a workload's default."""
     draw: Axis[Natural] = (0, 1, 2)
-    """Runs of ``serving``, each with its own requests and arrivals."""
+    """Numbers of the repetitions of ``serving``.  Each draws its own requests and arrivals."""
     traffic: Positive = 10.0
-    """See the experiment ``serving``."""
+    """Duration of the arrivals: see ``traffic`` of the experiment ``serving``."""
     latency_context_len: tuple[Count, ...] = (1024, 4096, 16384)
-    """Tokens of each sequence of the decode steps."""
+    """Context lengths of the sequences in ``latency``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +74,7 @@ class OfTrace(OnTraces):
     block_size: Axis[int]
     policy: str
     capacity_percent: Axis[float]
-    """Infinity: a cache that never evicts.  0 for ``waste``, which has no cache."""
+    """Infinity: the cache never evicts.  ``waste`` has no cache; its value is 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +136,7 @@ def run_cell(cell: OfTrace | Served | LatencyCell) -> list[dict[str, Any]]:
         "capacity_tokens": capacity * cell.block_size,
     }
     if not coarse.has_blocks:
-        return []  # no prompt fills a block of this size
+        return []  # every prompt is shorter than a block
     result = cache.simulate(coarse, policy=cell.policy, capacity_blocks=capacity)
     assert result.block_hit_rate <= coarse.infinite_cache_hit_rate, "more than can hit"
     return [row | {"requests": trace.num_requests, "token_hit_rate": result.token_hit_rate}]
@@ -167,7 +166,7 @@ def _waste(cell: OfTrace, trace: cache.Trace) -> dict[str, Any]:
 
 
 def _draw_latency(rows: style.DataFrame) -> style.Figure | None:
-    """Latency above, share of the measured peak below, a column per context; GPU rows only."""
+    """Draw latency above and bandwidth / measured peak below, with a column per context length."""
     rows = rows[rows["part"] == "latency"]
     rows = rows.dropna(subset="p50_us") if len(rows) else rows
     if rows.empty:
@@ -183,7 +182,7 @@ def _draw_latency(rows: style.DataFrame) -> style.Figure | None:
             line = of_context[of_context["implementation"] == name]
             quantiles.band(latency, line, "block_size", **look)
             style.curve(bandwidth, line, "block_size", "bandwidth_fraction", 100, **look)
-        # These bytes depend on no implementation and no block size.
+        # Every implementation and every block size has the same number of bytes.
         fastest = (of_context["bytes"] / of_context["peak_gb_per_s"]).iloc[0] / 1e3
         bound = {**style.BOUND, "label": "bound: bytes at the measured peak"}
         latency.axhline(fastest, **bound)
@@ -216,7 +215,7 @@ def _draw_serving(rows: style.DataFrame) -> style.Figure | None:
 
 
 def _draw(rows: style.DataFrame) -> style.Figure | None:
-    """Hit rates by capacity, and waste."""
+    """Draw a panel of hit rates per capacity, and a panel of waste."""
     rows = rows[rows["part"].isin(["hit_rate", "waste"])]
     if rows.empty:
         return None

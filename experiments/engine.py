@@ -1,15 +1,15 @@
 """The engine with a model of random weights, on the GPU if there is one, else on the CPU.
 
-- ``throughput``: nano-vLLM's benchmark; nano-vLLM itself too if it is installed beside a GPU.
-- ``transformers``: prefill and greedy decode of prompts of equal length beside ``generate`` of
-  Hugging Face transformers on the same weights.  Both take turns at being first.
-- ``block_size``, ``policy``, ``manager``: requests of a trace, which all arrive at the start.
+- ``throughput``: nano-vLLM's benchmark.  nano-vLLM itself runs too, if installed beside a GPU.
+- ``transformers``: prefill and greedy decode of prompts of equal length, compared with ``generate``
+  of Hugging Face transformers on the same weights.  The two systems alternate in going first.
+- ``block_size``, ``policy``, ``manager``: requests of a trace.  All arrive at the start.
 
-Prompts of a trace and its blocks are divided by ``scale``, so prompts share the same blocks as
-before.  The requests are served again without a model.  Policies get no time, so both runs must
-have the same hit rate (``passed``), unless two prompts are equal: only with a model do these also
-share blocks of their outputs.  A cell is timed once, on a GPU after a run that compiles its
-kernels: its hit rate is exact, its time has the noise of the machine.
+The lengths of prompts and blocks of a trace are divided by ``scale``, so prompts share the same
+blocks as before.  The requests are also served without a model.  Policies see no clock, so both
+runs must have the same hit rate (``passed``).  Equal prompts are an exception: only with a model do
+they also share blocks of their outputs.  A cell is timed once; on a GPU an earlier run compiles its
+kernels.  The hit rate of a cell is exact, and its time has the noise of the machine.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from experiments.load import engine_models, workloads
 from experiments.load.workloads import OnTraces, Workload
 
 NO_CACHE = "no_cache"
-"""In place of a policy: prefix caching off."""
+"""Value of ``policy`` that turns prefix caching off."""
 _POLICIES = f"lru {NO_CACHE} gittins fifo lfu arc mq safeguarded s3fifo random"
 _AXES: dict[str, tuple[str, ...]] = {
     "throughput": ("system", "graphs", "overlap"),
@@ -49,24 +49,24 @@ _AXES: dict[str, tuple[str, ...]] = {
     "transformers": ("sequences", "prompt_tokens"),
 }
 _TEMPERATURE = 0.6
-"""Of nano-vLLM's benchmark.  On a trace outputs are greedy, so that they can be compared."""
+"""Temperature in nano-vLLM's benchmark.  On a trace sampling is greedy, to compare outputs."""
 _ONLINE = tuple(name for name in cache.POLICIES if name not in ("belady", "reuse_oracle"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnDevice(OnTraces):
-    """The grid: parts, each with axes of its own.
+    """The grid: parts, each with its own axes.
 
-    The default trace is claude_code_512_a; in ``policy`` also the workload agent_loops.
+    The default trace is claude_code_512_a.  ``policy`` also serves the workload agent_loops.
     """
 
     part: Axis[Annotated[str, one_of(_AXES)]] = tuple(_AXES)
     model: Annotated[str, one_of(engine_models.NAMES)] | None = None
-    """A shape, or the checkpoint of `make model`. None: qwen3-0.6b on a GPU, else llama-100m."""
+    """A model shape, or `make model`'s checkpoint. None: qwen3-0.6b on a GPU, else llama-100m."""
     scale: Count | None = None
-    """Divides prompts, and the benchmark's outputs. None: on a CPU 64, or for smaller blocks of the
-    trace a quarter of them; on a GPU the least power of two with which the K/V of all tokens fit
-    half of the memory."""
+    """Divisor of prompt lengths, and of the benchmark's output lengths. None: on a CPU a quarter of
+    the trace's block size, at most 64; on a GPU the least power of two with which the K/V of all
+    tokens fit half of the memory."""
     threads: Count = 2
     system: Axis[Literal["pagelab", "nano_vllm"]] = ("pagelab", "nano_vllm")
     graphs: Axis[bool] = (True, False)
@@ -76,16 +76,16 @@ class OnDevice(OnTraces):
     prompt_tokens: Axis[Count] = (128, 512)
     repeats: Count = 3
     num_requests: Count | None = None
-    """The first requests of the trace with at most ``longest`` prompt tokens. None: 40 on a GPU, 18
-    on a CPU."""
+    """Number of requests: the first of the trace with at most ``longest`` prompt tokens. None: 40
+    on a GPU, 18 on a CPU."""
     longest: Count = 16_384
     output_tokens: Annotated[int, Needs("an int of at least 2", lambda count: count >= 2)] = 16
     block_size: Axis[Count] = (8, 16, 32, 64, 128, 256)
     policy: Axis[Annotated[str, one_of((NO_CACHE, *_ONLINE))]] = tuple(_POLICIES.split())
     manager: Axis[engine_models.Manager] = tuple(cache.MANAGERS)
     pool_percent: Axis[Percent] = (20.0, 50.0)
-    """Tokens of the pool, in percent of the unique tokens of the requests; at least 1.25 times the
-    longest sequence. ``block_size`` and ``manager`` take the last one."""
+    """Size of the pool in percent of the unique tokens of the requests; at least 1.25 times the
+    longest sequence. ``block_size`` and ``manager`` use only the last size."""
     group = ()  # cells in a row share an engine
 
 
@@ -128,7 +128,7 @@ def nano_vllm_requests(requests: int = 256) -> tuple[list, list[int]]:
 
 
 def _requests(cell: Cell) -> tuple[list, list[int], int, int, int]:
-    """Prompts, output lengths, unique tokens, the scale, and tokens of a block of the prompts."""
+    """Prompts, output lengths, number of unique tokens, scale, and block size of the prompts."""
     import torch
 
     config = engine_models.model_config(cell.model)
@@ -164,7 +164,7 @@ def _requests(cell: Cell) -> tuple[list, list[int], int, int, int]:
 
 @lru_cache(maxsize=1)
 def _prepare(cell: Cell) -> tuple:
-    """An LLM that has run, the limits of its steps, and ``_requests``."""
+    """A warmed-up LLM, the limits of its steps, and the results of ``_requests``."""
     _prepare.cache_clear()  # a GPU may not have room for two models
     prompts, outputs, unique, scale, trace_block = requests = _requests(cell)
     longest, block_size = max(map(len, prompts)) + max(outputs), cell.block_size
@@ -208,7 +208,7 @@ def _served(cell: Cell) -> dict[str, Any]:
     shared: Any = dict.fromkeys(("part", "overlap", "policy", "manager", "pool_percent"))
     llm, limits, prompts, outputs, unique, scale, _ = _prepare(replace(cell, **shared))
     engine, longest, block_size = llm.engine, llm.max_model_len, llm.manager.block_size
-    engine.overlap = cell.overlap and block_size > 1  # which it needs
+    engine.overlap = cell.overlap and block_size > 1  # overlap needs block_size > 1
     least = (2.0 if cell.manager == "contiguous" else 1.25) * longest
     tokens = math.ceil(max(least, unique * cell.pool_percent / 100))
     options: dict[str, Any] = {"num_blocks": -(-tokens // block_size), "block_size": block_size}
@@ -218,7 +218,7 @@ def _served(cell: Cell) -> dict[str, Any]:
     if cell.manager == "contiguous":
         options |= {"max_model_len": longest, "final_length": attrgetter("max_num_tokens")}
     new_manager = partial(cache.make_manager, cell.manager, **options)
-    for _ in range(2 if cell.trace and cuda_available() else 1):  # at first kernels are compiled
+    for _ in range(2 if cell.trace and cuda_available() else 1):  # the first run compiles kernels
         engine.restart(Scheduler(new_manager(), **limits))
         row, requests = _serve(engine, prompts, outputs, 0.0 if cell.trace else _TEMPERATURE)
     tokens = _tokens(requests)
@@ -244,7 +244,7 @@ def _columns(cell: Cell, llm: Any) -> dict[str, Any]:
 def _serve(
     engine: Any, prompts: list, outputs: list[int], temperature: float = 0.0
 ) -> tuple[dict[str, Any], list]:
-    """Serve requests that arrive at once; returns columns of the run, and the requests."""
+    """Serve requests that all arrive at the start; returns columns of a row, and the requests."""
     steps: list[tuple[float, bool]] = []
 
     def on_step(step: Step, seconds: float) -> None:

@@ -1,8 +1,8 @@
-"""Hit rate against capacity: every eviction policy between the optimum and the infinite cache.
+"""Hit rate against capacity: every eviction policy, Belady's optimum and an infinite cache.
 
 A request trace is replayed serially (``cache.simulate``) through pools of 0.02 to 50 % of its
-unique blocks.  Belady's policy, which knows the future, bounds every policy from above at each
-capacity; a cache that never evicts bounds them all.
+unique blocks.  Belady's policy knows the future; at each capacity its hit rate is the upper bound
+of every policy.  A cache that never evicts gives an upper bound for all capacities.
 Publications of KV cache traces have this figure, e.g. Mooncake (FAST 2025) and "KVCache Cache in
 the Wild" (USENIX ATC 2025).
 """
@@ -33,14 +33,14 @@ _TICKS = (0.02, 0.1, 0.5, 2, 10, 50)
 FIRST, LAST = "first_hit_rate", "last_hit_rate"
 _BEST = {**style.line(style.ORANGE, "^"), "label": "best of the others"}
 _LEAST_GAP = 0.002
-"""Smallest LRU-to-Belady gap in hit rate for which the closed share is computed."""
+"""The share of the LRU-to-Belady gap that a policy closes is computed for gaps above this."""
 OURS = "safeguarded"
-"""The policy of our own that has a curve."""
+"""The policy of this repository that has a curve of its own."""
 
 
 @dataclass(frozen=True)
 class OwnPolicy:
-    """A policy class in a file of the user's."""
+    """A policy class in a user's file."""
 
     file: InputFile
     name: str
@@ -57,11 +57,11 @@ class Eviction(OnTraces):
     """The grid: traces x policies x capacities."""
 
     policy: Repeated[Axis[Policy]] = ()
-    """A policy by name, or your own as file.py:Class. None: every one there is."""
+    """A policy by name, or your own as file.py:Class. None: every policy."""
     capacity_percent: Axis[Percent] = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
-    """Blocks of the pool, in percent of the unique blocks of the trace."""
+    """Size of the pool, in percent of the unique blocks of the trace."""
     num_requests: Count | None = None
-    """Requests of each trace, the first of a file. None: all, and a workload's own number."""
+    """Number of requests: the first of a trace file. None: all of a file, a workload's default."""
 
     @property
     def group(self) -> tuple[str, ...]:
@@ -69,7 +69,7 @@ class Eviction(OnTraces):
 
 
 def cells(options: Eviction) -> Iterator[Eviction]:
-    """Policies, and "infinite" in the place of one."""
+    """Cells of the policies, and of "infinite": a cache that never evicts."""
     policies = map(named_policy, options.policy or cache.POLICIES)
     traces = [*options.sources(options.num_requests)]
     same = {"trace": traces, "num_requests": None}
@@ -78,7 +78,7 @@ def cells(options: Eviction) -> Iterator[Eviction]:
 
 
 def named_policy(name: str) -> str | OwnPolicy:
-    """A policy as a cell holds it, from its name or file.py:Class."""
+    """The ``policy`` of a cell.  name: a policy's name, or file.py:Class."""
     if ".py:" not in name:
         return name
     path, _, class_name = name.rpartition(":")
@@ -86,7 +86,7 @@ def named_policy(name: str) -> str | OwnPolicy:
 
 
 def policy_spec(policy: str | OwnPolicy) -> str:
-    """The argument of ``cache.make_policy`` for a cell; LRU stands in for a bound."""
+    """The argument of ``cache.make_policy`` for a cell; "lru" for a bound like "infinite"."""
     if isinstance(policy, OwnPolicy):
         return f"{policy.file.path}:{policy.name}"
     return policy if policy in cache.POLICIES else "lru"
@@ -95,7 +95,7 @@ def policy_spec(policy: str | OwnPolicy) -> str:
 def run_cell(cell: Eviction) -> list[dict[str, Any]]:
     """Hit rates of all requests, of the first two thirds and of the last third.
 
-    A policy is chosen on the first two thirds, which also warm up its pool, and judged on the rest.
+    The first two thirds choose the policy and warm up its pool; the last third judges it.
     """
     trace = workloads.load(cell.trace)
     capacity = max(1, int(trace.num_unique_blocks * cell.capacity_percent / 100))
@@ -129,16 +129,16 @@ def run_cell(cell: Eviction) -> list[dict[str, Any]]:
 
 
 def is_online(policy: str) -> bool:
-    """Whether it is a built-in online policy."""
+    """Whether ``policy`` is a built-in policy that does not know the future."""
     return policy in cache.POLICIES and not cache.POLICIES[policy].needs_future
 
 
 def _draw(rows: style.DataFrame) -> style.Figure:
     """A column per trace: hit rates above, the closed share of the LRU-to-Belady gap below.
 
-    The bounds, ours, LRU, the user's policies and the best of the other built-in ones have a curve
-    each; a band shows the rest.  Below, dashed curves are the first two thirds of a trace, on which
-    ours was chosen, solid ones the last third, on which it is judged.
+    The bounds, OURS, LRU, the user's policies and the best other built-in policy have a curve each.
+    A band shows the range of the other built-in policies.  In the panels below, OURS was chosen on
+    the first two thirds of a trace (dashed) and is judged on the last third (solid).
     """
     num_traces = rows["trace"].nunique()
     figure, axes, _ = style.panel_grid(
@@ -197,7 +197,7 @@ def by_policy(
 
 
 def _closed(rates: style.DataFrame) -> style.DataFrame:
-    """Share of the LRU-to-Belady gap that each policy closes; empty without both."""
+    """Share of the LRU-to-Belady gap that each policy closes; empty if LRU or Belady is missing."""
     if not {"lru", "belady"} <= set(rates):
         return rates.iloc[:, :0]
     way = rates["belady"] - rates["lru"]
@@ -215,9 +215,9 @@ def _title(row: style.Series) -> str:
 
 
 def _summary(rows: style.DataFrame) -> style.DataFrame:
-    """Per trace and policy, over the capacities: the mean hit rate, the share of the LRU-to-Belady
-    gap that it closes (negative if worse than LRU), and the mean gain over LRU, in points, in the
-    first two thirds of the trace and in the last third."""
+    """For each trace and policy: the mean hit rate over the capacities, the share of the
+    LRU-to-Belady gap that it closes (negative: worse than LRU), and its mean gain over LRU in
+    percentage points, in the first two thirds of the trace and in the last third."""
     index = ["trace", "capacity_fraction"]
     means = {
         value: by_policy(rows, index, value).groupby("trace", sort=False).mean()
@@ -237,7 +237,7 @@ EXPERIMENT = Experiment(
     name="eviction",
     figure="hit rate vs capacity per eviction policy, with the optimum and the infinite cache",
     options=Eviction(),
-    # Whole traces, for which published.toml has numbers.
+    # The numbers in published.toml are for whole traces.
     quick=Eviction(policy=("lru", "lfu", "gdsf", "belady"), capacity_percent=(0.5, 5, 20, 50)),
     cells=cells,
     run_cell=run_cell,

@@ -1,25 +1,25 @@
-"""Eviction policies by the time they save: Llama 3.1 8B on an H100, in modelled time.
+"""Time that eviction policies save: Llama 3.1 8B on an H100, in modelled time.
 
-The scheduler and the manager serve slices of a trace, with their own lengths and shared blocks,
-under each policy and pool size; ``GpuClock`` gives the time.  Each slice finds an empty cache.
-The table has the hit rate of first admissions and the time to first token, the metric that eviction
-should improve.  ``no_cache`` (prefix caching off, same memory) and ``infinite`` (nothing is ever
-evicted) are the bounds.
+The scheduler and the manager serve slices of a trace under each policy and pool size, with the
+lengths and shared blocks of the trace.  ``GpuClock`` gives the time.  Each slice starts with an
+empty cache.  The table has the hit rate of first admissions and the time to first token, which
+eviction should improve.  The bounds are ``no_cache`` (prefix caching off, same memory) and
+``infinite`` (a cache that never evicts).
 
 An H100 has about 48 GiB left for the pool beside the weights.  Larger pools stand for several GPUs.
 
-``host_gib`` adds a tier in host memory to the smallest pool, see ``HostTier``.  The pool then has
-``lru``, and the policy is the tier's.
+``host_gib`` adds a tier in host memory to the smallest pool, see ``HostTier``.  Then the pool uses
+``lru``, and the tier uses the policy.
 
-Requests arrive at the trace's own times, with gaps scaled so that on average ``load`` times as many
-prompt tokens arrive as can be computed.  Requests beyond the model's maximum of 131,072 tokens are
-left out.  The policy's own work is not part of the time; ``overhead`` measures it.
+Requests arrive at the times of the trace.  Gaps are scaled so that on average ``load`` times as
+many prompt tokens arrive as can be computed.  Requests beyond the model's maximum of 131,072 tokens
+are left out.  The time does not include the policy's own work, which ``overhead`` measures.
 
-Where the trace has think times the loop is closed: only the first request of an agent arrives at
-its scaled time, and each later one a think time after the answer before it.
+If the trace has think times, the loop is closed: only the first request of an agent arrives at its
+scaled time.  Each later request arrives a think time after the previous answer.
 
 ``queue_informed`` (vLLM RFC 48485) is LRU that knows the waiting queue.  Its gain depends on the
-number of waiting requests, so it and LRU also run at a higher load.
+number of waiting requests, so ``queue_informed`` and ``lru`` also run at a higher load.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ from experiments.load.gpu_clock import CLOCK_DISCLAIMER, GpuClock
 from experiments.load.workloads import OnSlices, Source
 
 _NO_CACHE, _INFINITE = "no_cache", "infinite"
-"""Values in place of a policy: prefix caching off, and a cache that never evicts."""
+"""Values of ``policy`` for the bounds: prefix caching off, and a cache that never evicts."""
 _QUEUE = "queue_informed"
 _NO_TIER = "ttl", "session_end", _QUEUE
-"""Policies that would be LRU in a tier: it stores a prompt before hints are known, has no queue."""
+"""Policies that equal LRU in a tier: it has no queue and stores prompts before hints are known."""
 _MODEL, _GPU, _MOST_TOKENS = "llama-3.1-8b", "H100-SXM", 131_072
 
 
@@ -69,17 +69,17 @@ class EvictionServing(OnSlices):
     pool_gib: Axis[Positive] = (48.0, 192.0)
     """Memory for K/V."""
     host_gib: Axis[Positive] = (512.0,)
-    """Host memory of the tier; 0 in cells without one."""
+    """Host memory of the tier; 0 in cells without a tier."""
     num_requests: Count = 1_000
     load: Axis[Positive] = (0.5, 1.0)
-    """Prompt tokens, cached or not, that arrive on average while one can be computed. All but the
-    first run lru and queue_informed alone, without a tier."""
+    """Average number of prompt tokens, cached or not, that arrive while the GPU can compute one.
+    Loads after the first are run only with lru and queue_informed, without a tier."""
     host_ms: Natural = 1
-    """Assumed time of the engine's own code in each step."""
+    """Assumed time of the engine's own code in each step, in milliseconds."""
 
 
 def cells(options: EvictionServing) -> Iterator[EvictionServing]:
-    """Policies and the two bounds."""
+    """Cells of the policies and of the two bounds."""
     traces = [*options.sliced_sources()]
     default = ("lru", "fifo", "lfu", "ttl", "session_end", "safeguarded", _QUEUE)
     policies = [*map(named_policy, options.policy or default)]
@@ -165,14 +165,14 @@ def run_cell(cell: EvictionServing) -> list[dict[str, Any]]:
 
 
 class HostTier:
-    """A tier of K/V blocks in host memory, which ``tier`` manages, and ``clock`` with its loads.
+    """A tier of K/V blocks in host memory, managed by ``tier``.  ``duration`` adds its loads to
+    ``clock``'s time.
 
-    When a request is admitted, its prompt is allocated in the tier and freed, so its blocks are
-    stored there until they are evicted.  Blocks that follow the pool's hit and that the tier has
-    are loaded over the PCIe link instead of computed; their tokens still count in the scheduler's
-    token budget.  Storing costs no time: that direction of the link is free.  ``loaded_blocks``
-    counts first admissions only, as the managers' hit rates do.
-    """
+    An admitted request's prompt is allocated in the tier and freed, so its blocks stay in the tier
+    until they are evicted.  Where the pool's hit ends, further blocks that the tier has are loaded
+    over the PCIe link instead of computed.  Their tokens still count in the scheduler's token
+    budget.  Storing costs no time, because this direction of the link is idle.  ``loaded_blocks``
+    counts first admissions only, like the hit rates of managers."""
 
     def __init__(
         self, clock: GpuClock, manager: cache.CacheManager, tier: cache.CacheManager
@@ -206,7 +206,7 @@ class HostTier:
         return self._clock.duration(computed) + self._step_blocks * self._block_seconds
 
     def _admit(self, seq: ScheduledSequence) -> int:
-        """Look up and store the blocks of ``seq``; returns how many are loaded."""
+        """Look up and store the blocks of ``seq``; returns the number of blocks to load."""
         self._tier.clock = self._manager.clock
         stored = cache.Sequence(seq.seq_id, seq.token_ids)
         try:
@@ -225,15 +225,15 @@ def _clock(host_ms: int) -> GpuClock:
 
 @functools.lru_cache(maxsize=1)
 def _served(source: Source) -> cache.Trace:
-    """The requests that the model's maximum allows."""
+    """The requests that do not exceed the model's maximum length."""
     trace = workloads.load(source)
     short = trace.input_lengths + trace.output_lengths <= _MOST_TOKENS
     return trace if short.all() else trace.take(np.flatnonzero(short))
 
 
 def _draw(rows: style.DataFrame) -> style.Figure:
-    """A row per trace, at the first load: hit rate and time by pool, and time over LRU's by pool
-    and by tier.  Means over the slices, with bars over all of them."""
+    """A row of panels per trace, at the first load: hit rate and time by pool; time divided by
+    LRU's time by pool and by tier.  Points are means over the slices, bars their range."""
     rows = rows[rows["load"] == rows["load"].iloc[0]]
     rows = rows.assign(over_lru=_over_lru(rows))
     lines = style.policy_lines(rows["policy"].unique())
@@ -281,7 +281,7 @@ def _draw(rows: style.DataFrame) -> style.Figure:
 
 
 def _draw_queue(rows: style.DataFrame) -> style.Figure | None:
-    """Time of ``queue_informed`` over LRU's against the number of requests that wait under LRU."""
+    """Draw ``queue_informed``'s time / LRU's time against LRU's mean number of waiting requests."""
     rows = rows.assign(over_lru=_over_lru(rows), waiting=_of_lru(rows, "mean_waiting"))
     rows = rows[(rows["policy"] == _QUEUE) & (rows["host_gib"] == 0)].dropna(subset="over_lru")
     if rows.empty:
@@ -304,14 +304,14 @@ def _draw_queue(rows: style.DataFrame) -> style.Figure | None:
 
 
 def _of_lru(rows: style.DataFrame, column: str) -> style.Series:
-    """The column of LRU on the same slice, at the same load, in the same pool and tier."""
+    """For each row: LRU's value of ``column`` with the same slice, load, pool and tier."""
     at = ["trace", "slice", "pool_gib", "host_gib", "load"]
     lru = rows[column].where(rows["policy"] == "lru")
     return lru.groupby([rows[name] for name in at]).transform("max")
 
 
 def _over_lru(rows: style.DataFrame) -> style.Series:
-    """Time to first token over LRU's."""
+    """Time to first token, divided by LRU's."""
     return rows["ttft_mean_s"] / _of_lru(rows, "ttft_mean_s")
 
 

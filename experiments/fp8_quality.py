@@ -1,15 +1,14 @@
 """Perplexity of a real model on prose, with KV caches of several dtypes and fp8 scales.
 
 SmolLM2-135M-Instruct computes windows of Python's documentation.  Weights and arithmetic are fp32
-in every cell; only the cache differs, and every key and value is read from it.  fp8 is e4m3 with a
-scale of 1, or with scales that map the largest magnitude in the calibration, other windows of the
-same text, to fp8's largest number, 448: one scale per layer, as in checkpoints, or one per layer
-and head.  ``saturated`` has the scale 1/32: magnitudes above 14 saturate, like magnitudes above 448
-in a model with larger keys.
+in every cell; only the cache differs, and every key and value is read from it.  fp8 is e4m3, with a
+scale of 1 or with calibrated scales.  Calibration uses other windows of the same text: a scale maps
+the largest magnitude to fp8's largest number, 448.  There is one scale per layer, like in
+checkpoints, or one per layer and head.  ``saturated`` has the scale 1/32, so magnitudes above 14
+saturate.  In a model with larger keys, magnitudes above 448 do.
 
-The summary has the mean difference from the fp32 cache in nats per token, paired by window, with a
-95 % bootstrap interval over the windows.
-"""
+The summary has the mean difference from the fp32 cache in the same window, in nats per token, with
+a 95 % bootstrap interval over the windows."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ CACHES = {
     "fp8, scale per head": ("float8_e4m3fn", "head"),
     "fp8, saturated": ("float8_e4m3fn", 1 / 32),
 }
-"""Dtype of the cache and its scale, by the name in the figure."""
+"""Dtype and scale of each cache, by its name in the figure."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +44,11 @@ class Fp8Quality(Options):
 
     cache: Axis[Annotated[str, one_of(CACHES)]] = tuple(CACHES)
     model: Annotated[str, one_of(("tiny", engine_models.SMOLLM2))] = engine_models.SMOLLM2
-    """tiny has random weights and a byte per token."""
+    """The model ``tiny`` has random weights, and its tokens are bytes."""
     windows: Count = 20
-    """Windows of the text that are judged, at equal distances."""
+    """Number of evenly spaced windows of the text whose perplexity is measured."""
     calibration_windows: Count = 4
-    """Other windows, from which scales are chosen."""
+    """Number of other windows, which calibrate the scales."""
     window_tokens: Count = 1024
     threads: Count = 1
 
@@ -68,7 +67,7 @@ def run_cell(cell: Fp8Quality) -> list[dict[str, Any]]:
     dtype, scale = CACHES[cell.cache]
     layers = [layer for layer in llm.model.modules() if isinstance(layer, Attention)]
     scales: Any = [(scale, scale)] * len(layers)
-    for layer in layers:  # scales of the previous cell would scale the calibration
+    for layer in layers:  # do not calibrate with the scales of the previous cell
         layer.k_scale = layer.v_scale = None
     if scale in ("layer", "head"):
         largest = torch.stack([_compute(llm, tokens, torch.float32)[1] for tokens in calibration])
@@ -95,7 +94,7 @@ def _load(model: str, window_tokens: int, threads: int) -> LLM:
 
 
 def _windows(cell: Fp8Quality, tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """The judged windows and those for calibration, (number, window_tokens) each."""
+    """The measured windows and the calibration windows, (number, window_tokens) each."""
     whole = len(tokens) // cell.window_tokens
     count = cell.windows + cell.calibration_windows
     if count > whole:
@@ -107,8 +106,8 @@ def _windows(cell: Fp8Quality, tokens: list[int]) -> tuple[np.ndarray, np.ndarra
 
 
 def _compute(llm: LLM, tokens: np.ndarray, dtype: torch.dtype) -> tuple[float, torch.Tensor]:
-    """Nats per token of a window in an empty cache, and the largest magnitudes of its keys and
-    values, (2, num_layers, num_kv_heads)."""
+    """Compute a window with an empty cache of ``dtype``.  Returns its nats per token, and the
+    largest magnitudes of its keys and values, (2, num_layers, num_kv_heads)."""
     import torch
 
     from models.attention import AttentionMetadata
@@ -126,21 +125,21 @@ def _compute(llm: LLM, tokens: np.ndarray, dtype: torch.dtype) -> tuple[float, t
 
 
 def _with_differences(rows: style.DataFrame) -> style.DataFrame | None:
-    """The rows with nats ``more`` than with the fp32 cache in the same window."""
+    """Add the column ``more``: nats per token minus the fp32 cache's nats in the same window."""
     baseline = rows[rows["cache"] == "fp32"].set_index("window")["nats_per_token"]
     more = rows["nats_per_token"] - rows["window"].map(baseline)
     return None if more.isna().any() else rows.assign(more=more)
 
 
 def _quantile(differences: style.Series, q: float) -> float:
-    """A quantile of the mean over windows, by bootstrap."""
+    """The quantile ``q`` of the mean difference over windows, by bootstrap."""
     count = len(differences)
     draws = np.random.default_rng(0).integers(count, size=(10_000, count))
     return float(np.quantile(differences.to_numpy()[draws].mean(axis=1), q))
 
 
 def _summary(rows: style.DataFrame) -> style.DataFrame | None:
-    """Perplexity of each cache, and the mean difference from fp32 with its interval."""
+    """Perplexity of each cache, and mean difference from the fp32 cache with its interval."""
     rows = _with_differences(rows)
     if rows is None:
         return None
@@ -154,7 +153,7 @@ def _summary(rows: style.DataFrame) -> style.DataFrame | None:
 
 
 def _draw(rows: style.DataFrame) -> style.Figure | None:
-    """The paired differences: means with their intervals, and a dot for each window."""
+    """Draw the mean differences from fp32 with their intervals, and a dot for each window."""
     summary, rows = _summary(rows), _with_differences(rows)
     if summary is None or rows is None:
         return None

@@ -1,9 +1,9 @@
 """Error of every kernel against fp64, beside PyTorch's error in the same dtype.
 
-``kernels/testing/accuracy.py`` has the rule, and ``kernels/testing/cases.py`` the inputs: block
-tables are shuffled, and slots that must not matter hold NaN and infinity. Without a GPU the kernels
-run in Triton's interpreter, which checks the algorithm but not the GPU's arithmetic. Data are the
-same for every block size, so a line that is not flat shows an influence of the block size.
+``kernels/testing/accuracy.py`` defines the bound of an error. ``kernels/testing/cases.py`` has the
+inputs: block tables are shuffled, and slots that must not matter hold NaN and infinity. Without a
+GPU the kernels run in Triton's interpreter. It checks the algorithm, but not the GPU's arithmetic.
+Every block size has the same data, so a line that is not flat shows an effect of the block size.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _DTYPES = {
     "fp8": style.line(style.ORANGE, "D"),
 }
 _WRONG = {**style.dots(style.RED, "x"), "markersize": 8, "markeredgewidth": 2}
-"""Only results above their bound are red."""
+"""Marks results above their bound; nothing else is red."""
 _MIN_RATIO = 0.01
-"""Smaller error-to-bound ratios are drawn at this height of the logarithmic axis."""
+"""On the logarithmic axis, smaller ratios error / bound are drawn at this value."""
 _ATTENTION = ("none", "window", "softcap", "alibi", "sinks", "split")
 _ROTARY = ("none", "interleaved")
 
@@ -38,11 +38,11 @@ class Kernel:
     """The axes of the grid that matter to a kernel."""
 
     features: tuple[str, ...] = ("none",)
-    """Its options, taken one at a time; see ``kernels.testing.cases.FEATURES``."""
+    """Options of the kernel, tested one at a time; see ``kernels.testing.cases.FEATURES``."""
     touches_cache: bool = True
-    """Whether the dtype of the cache matters to it."""
+    """Whether the dtype of the cache matters to the kernel."""
     has_blocks: bool = True
-    """Whether the block size matters to it."""
+    """Whether the block size matters to the kernel."""
 
 
 _WITHOUT_CACHE: dict[str, Any] = {"touches_cache": False, "has_blocks": False}
@@ -61,7 +61,7 @@ KERNELS = {
     "shared_prefix_decode_attention": Kernel(_ATTENTION),
     "paged_prefill_attention": Kernel(_ATTENTION),
 }
-"""By the name of the op."""
+"""Kernels by the name of their op."""
 FEATURES = tuple(dict.fromkeys(one for kernel in KERNELS.values() for one in kernel.features))
 
 
@@ -77,7 +77,7 @@ class KernelAccuracy(Options):
     """fp8: an fp8 (e4m3) cache with a scale per head, and bfloat16 queries, keys and values."""
     head_dim: Axis[Count] = (16, 64, 80, 96, 112, 128, 256)
     feature: Axis[Annotated[str, one_of(FEATURES)]] = FEATURES
-    """Options of the kernels, one at a time."""
+    """Options of the kernels, tested one at a time."""
 
     @property
     def group(self) -> tuple[str, ...]:
@@ -101,7 +101,7 @@ class KernelAccuracy(Options):
 
 
 def cells(options: KernelAccuracy) -> Iterator[KernelAccuracy]:
-    """Cells of each kernel over the axes that matter to it."""
+    """For each kernel, cells over the axes that matter to the kernel."""
     for name in options.kernel or KERNELS:
         kernel = KERNELS[name]
         yield from grid(
@@ -130,7 +130,7 @@ def run_cell(cell: KernelAccuracy) -> list[dict[str, Any]]:
 
 
 def _summary(rows: style.DataFrame) -> style.DataFrame:
-    """A row per kernel and dtype: number of results, largest errors, results above their bound."""
+    """A row per kernel and dtype: number of results, largest errors, results above their bounds."""
     rows = rows.assign(error_over_bound=rows["error"] / rows["bound"], above_bound=~rows["passed"])
     return rows.groupby(["kernel", "dtype"], sort=False, as_index=False).agg(
         results=("result", "size"),
@@ -142,13 +142,13 @@ def _summary(rows: style.DataFrame) -> style.DataFrame:
 
 
 def _draw(rows: style.DataFrame) -> style.Figure | None:
-    """A panel for each kernel with errors, and the names of the exact kernels."""
+    """Draw a panel for each kernel that has errors, and name the kernels that have none."""
     worst = rows.groupby("kernel", sort=False)["error"].max()
     kernels, exact = worst.index[worst > 0], worst.index[worst == 0]
     if kernels.empty:
         return None
     block_sizes = sorted(rows["block_size"].dropna().astype(int).unique())
-    # Block sizes are evenly spaced: 3 and 100 matter as much as the powers of two.
+    # The axis spaces block sizes evenly: 3 and 100 matter as much as the powers of two.
     x_of = {size: x for x, size in enumerate(block_sizes)}
     rows = rows.assign(x=rows["block_size"].map(x_of).fillna((len(block_sizes) - 1) / 2))
     figure, axes, spare = style.panel_grid(len(kernels), height=1.8, sharex=True)
@@ -168,10 +168,8 @@ def _draw(rows: style.DataFrame) -> style.Figure | None:
 
 
 def _draw_ratio(axis: style.Axes, rows: style.DataFrame) -> None:
-    """A dot per result of a cell, a line through the worst, a red cross on each wrong result.
-
-    Errors that are no finite number are drawn at the top.
-    """
+    """Draw a dot per result, a line through the largest error / bound at each x, and a red cross on
+    each wrong result.  Errors that are not finite are drawn at the top."""
     ratio = rows["error"] / rows["bound"]
     finite = ratio[ratio < float("inf")]
     ratio = ratio.where(ratio < float("inf"), 10 * max(1, *finite)).clip(lower=_MIN_RATIO)

@@ -1,8 +1,8 @@
 """Resources of every shipped kernel on every architecture.
 
 Kernels are compiled without a GPU (``kernels/compiled/compile.py``). The table has registers, local
-and shared memory, the programs and warps that fit a multiprocessor and the resource that limits
-them, widths of global accesses, asynchronous copies and tensor-core instructions.
+and shared memory, widths of global accesses, asynchronous copies and tensor-core instructions. It
+also has the number of programs and warps that fit a multiprocessor, and which resource limits it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class KernelResourcesOptions(Options):
     arch: Repeated[Axis[str]] = ()
     """sm_80, sm_90, sm_100 or gfx942. By default every architecture."""
     match: str = ""
-    """Regular expression that the name of a configuration must contain."""
+    """Regular expression; only configurations whose name contains a match are compiled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ def cells(options: KernelResourcesOptions) -> Iterator[KernelResourcesCell]:
 
 
 def run_cell(cell: KernelResourcesCell) -> list[dict[str, Any]]:
-    os.environ.pop("TRITON_INTERPRET", None)  # read when kernels is first imported
+    os.environ.pop("TRITON_INTERPRET", None)  # the first import of kernels reads it
     from kernels.compiled.architectures import ARCHITECTURES
     from kernels.compiled.compile import resources_of_call
     from kernels.compiled.shipped import shipped_calls
@@ -121,7 +121,7 @@ _METRICS = {
 
 
 def _draw_resources(rows: style.DataFrame) -> style.Figure:
-    """A row of panels per metric, a column per architecture, a dot per compiled kernel."""
+    """Draw a row of panels per metric and a column per architecture, with a dot per kernel."""
     compiled = rows.drop_duplicates(["op", "config", "kernel", "arch"])
     kernels, archs = list(compiled["kernel"].unique()), compiled["arch"].unique()
     compiled = compiled.assign(y=compiled["kernel"].map(kernels.index))

@@ -1,19 +1,20 @@
 """Use of KV cache memory: contiguous reservations against pages of 1 to 256 tokens.
 
-Redoes figure 2 of the PagedAttention paper (Kwon et al., SOSP 2023): the share of the memory that
-holds tokens, is reserved for later tokens, or is lost to fragmentation, for paging and for the
-systems before it (reservations of the maximum length, of the next power of two of the output
-length, and of the final length).
+Redoes figure 2 of the PagedAttention paper (Kwon et al., SOSP 2023).  It shows which share of the
+memory holds tokens, is reserved for later tokens, or is lost to fragmentation.  It compares paging
+with three contiguous reservations: of the maximum length, of the next power of two of the output
+length, and of the final length.
 
-The engine's scheduler serves the requests by a real manager, without a model.  A step takes one
-unit of time, computes the whole prompt of each request it admits and one token of each running one.
-The last token of a request is never stored.  Requests arrive in the pattern of the trace, with gaps
-scaled so that unlimited memory would hold ``load`` times the cache on average.  ``max_model_len``
-is the next power of two of the longest request.  The cache has the slots of ``sequences_in_cache``
-such requests (about 8 in the paper: OPT-13B, 2048 tokens, 15.7k slots).
+The engine's scheduler serves the requests with a real manager, without a model.  A step takes one
+unit of time.  It computes the whole prompt of each admitted request and one token of each running
+request.  The last token of a request is never stored.  Requests arrive in the pattern of the trace,
+with gaps scaled so that unlimited memory would hold ``load`` times the cache on average.
+``max_model_len`` is the longest request, rounded up to a power of two.  The cache has slots for
+``sequences_in_cache`` such requests (about 8 in the paper: OPT-13B, 2048 tokens, 15.7k slots).
 
-Memory is averaged over the steps in which a request waits, after admission.  Free memory counts as
-external fragmentation if the waiting request would fit into it were it contiguous.
+Memory is averaged over the steps that leave a request waiting after admission.  Free memory counts
+as external fragmentation if it has enough slots for the waiting request, but they are not
+contiguous.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ class MemoryWaste(OnTraces):
     block_size: Axis[Count] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     """Tokens per block of the paged cache."""
     num_requests: Count = 2_000
-    """Requests of each trace, taken at equal distances."""
+    """Number of requests, evenly spaced in each trace."""
     sequences_in_cache: Count = 8
-    """Size of the cache, in requests of the maximum length."""
+    """Size of the cache, divided by the maximum length of a request."""
     load: Positive = 2.0
-    """Memory that the arriving requests would fill on average, in caches."""
+    """Memory that the arriving requests would fill on average, divided by the cache's size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,11 +103,10 @@ def run_cell(cell: SystemCell) -> list[dict[str, Any]]:
 
 
 def sample(source: Source, num_requests: int) -> tuple[Trace, int]:
-    """``num_requests`` requests at equal distances over the trace (all, if it has fewer).
+    """``num_requests`` evenly spaced requests of a trace, or all if the trace has fewer.
 
-    Also returns the number of requests left out as faults of the file.  Lengths are at least 1.
-    Raises Unavailable if all were left out.
-    """
+    Requests with an output above MAX_OUTPUT_TOKENS, a fault of the file, are left out; also returns
+    their number.  Lengths are at least 1.  Raises Unavailable if all requests are left out."""
     trace = workloads.load(source)
     possible = np.flatnonzero(trace.output_lengths <= MAX_OUTPUT_TOKENS)
     if not len(possible):
@@ -118,15 +118,13 @@ def sample(source: Source, num_requests: int) -> tuple[Trace, int]:
 
 
 def _longest(trace: Trace) -> int:
-    """Tokens of the longest request."""
+    """Number of tokens of the longest request, output included."""
     return int((trace.input_lengths + trace.output_lengths).max())
 
 
 def arrival_steps(trace: Trace, mean_slots: float) -> list[float]:
-    """Arrivals in decode steps, such that unlimited memory would hold ``mean_slots`` on average.
-
-    A request with p prompt and n output tokens holds p to p + n slots for n steps.
-    """
+    """Arrival times, in decode steps, at which unlimited memory would hold ``mean_slots`` on
+    average.  A request with p prompt and n output tokens holds p to p + n slots for n steps."""
     outputs = trace.output_lengths
     slot_steps = float((outputs * (trace.input_lengths + (outputs + 1) / 2)).sum())
     passed = trace.timestamps_ms - trace.timestamps_ms[0]
@@ -141,9 +139,9 @@ _DECODE_STEPS = ServiceModel(
 def serve(trace: Trace, manager: CacheManager, arrivals: list[float]) -> dict[str, float]:
     """Serve all requests in unit steps, and leave the manager empty.
 
-    Returns the columns of a row.  ``measured_steps`` counts the steps in which a request waited for
-    memory; ``mean_running`` and the shares of the slots by kind (the fields of MemoryUsage) are
-    means over these steps.  Raises Unavailable if no request ever waits for memory.
+    Returns columns of a row.  ``measured_steps``: number of steps in which a request waited for
+    memory.  ``mean_running`` and the shares of the slots by kind (fields of MemoryUsage) are means
+    over these steps.  Raises Unavailable if no request ever waits for memory.
     """
     engine = engine_without_model(
         manager,
@@ -194,7 +192,7 @@ def _draw_bars(axis: style.Axes, rows: style.DataFrame) -> None:
     rows = rows.assign(paged=rows["system"] == "paged")
     bars = rows.sort_values(["paged", "block_size"])
     labels = bars["block_size"].astype(str).where(bars["paged"], bars["system"])
-    # Room between the reservations and the block sizes.
+    # A gap separates the reservations from the block sizes.
     positions = bars["paged"].to_numpy() + range(len(bars))
     bottom = 0.0
     for kind, (label, look) in _KINDS.items():

@@ -1,13 +1,13 @@
 """Times predicted for an H100 and an H200 before they were measured, and their measurement.
 
-Without a GPU the models predict.  Times of kernels are modelled as in ``kernel_time``, with the 5th
-to 95th percentile of the model's error as a band.  A ratio of two times depends less on the
+Without a GPU the experiment predicts.  Times of kernels are modelled as in ``kernel_time``; their
+band is the 5th to 95th percentile of the model's error.  A ratio of two times depends less on the
 constants of the card, so its band is 10 %, chosen before any measurement.  The engine serves
-nano-vLLM's benchmark on ``GpuClock`` with a host time of 1 ms a step, and 0 and 2 ms as a band.
+nano-vLLM's benchmark on ``GpuClock`` with a host time of 1 ms per step; 0 and 2 ms give the band.
 
-On a GPU the same command measures.  Our kernel takes turns with the installed baselines, see
-``bench/gpu_timing.py``.  Predictions come from the committed table, never from today's model.
-``ratio`` is measured over predicted.  A prediction holds if the measured value lies in its band.
+On a GPU the same command measures.  The Triton kernel alternates with the installed baselines, see
+``bench/gpu_timing.py``.  Predictions are read from the committed table, never computed again.
+``ratio`` is measured / predicted.  A prediction holds if the measured value lies in its band.
 The part ``ceilings`` measures the highest rates of the card.
 """
 
@@ -27,17 +27,17 @@ from experiments.harness import Absent, Axis, Experiment, Options, Positive, Una
 from experiments.harness.environment import committed, cuda_available
 
 CARDS = {"H100-SXM": "NVIDIA H100 80GB HBM3", "H200-SXM": "NVIDIA H200"}
-"""The driver's names of the cards that predictions are for."""
+"""Cards with predictions, and the driver's name of each card."""
 TABLE = committed("predictions") / "rows.csv"
-"""The committed predictions; environment.json beside it has their date and commit."""
+"""The committed predictions.  Their date and commit are in environment.json in the same folder."""
 _OTHERS = ("flash_attn_3", "flash_attn_2", "gather_cudnn", "gather_sdpa")
 _COMPILED = ("flex_attention",)
-"""Takes long to compile for each shape, so it is timed last, at two shapes."""
+"""Compiling this baseline for a shape takes long, so it is timed last, at two shapes."""
 _PAGED = 256
-"""Block size of the baselines, which refuse smaller blocks or copy the context anyway."""
+"""Block size for the baselines: some refuse smaller blocks, the others copy the context anyway."""
 _RATIO_BAND = 0.1
 _HOST_MS = (0, 1, 2)
-"""Assumed host times of a step: low, predicted and high."""
+"""Assumed host time of a step in ms: for the low end of the band, the prediction, the high end."""
 _BENCH = "nano-vLLM's benchmark, Qwen3-0.6B, 133,966 tokens"
 
 
@@ -64,7 +64,7 @@ KERNELS: tuple[tuple[Shape, ...], ...] = (
     (_decode(64, 16384), _decode(64, 4096)),
     (_prefill(4, 2048), _prefill(1, 4096)),
 )
-"""A shape, or two whose ratio is predicted, the most important first."""
+"""One shape whose time is predicted, or two whose ratio is.  The most important come first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class Predictions(Options):
 
     part: Axis[Literal["ceilings", "kernels", "engine"]] = ("ceilings", "kernels", "engine")
     budget_ms: Positive = 40.0
-    """Device time for the samples of an implementation."""
+    """Device time for the samples of an implementation, in milliseconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +86,9 @@ class Predicted(Options):
 class Measured(Options):
     part: str
     shapes: tuple[Shape, ...] = ()
-    """One shape, or two whose ratio is measured."""
+    """One shape whose time is measured, or two whose ratio is."""
     baselines: tuple[str, ...] = ()
-    """Implementations that take turns with ours."""
+    """Implementations that are timed in turns with the Triton kernel."""
     budget_ms: float
 
 
@@ -121,7 +121,7 @@ def run_cell(cell: Predicted | Measured) -> list[dict[str, Any]]:
 
 
 def name_of(*shapes: Shape) -> str:
-    """A shape, or the ratio of two shapes, in words."""
+    """The name of a shape, or of the ratio of two shapes."""
     return " / ".join(
         f"{shape.op} {shape.batch} x {shape.context_len:,}, "
         f"{'fp8' if shape.kv_dtype else 'bf16'}, block {shape.block_size}"
@@ -158,7 +158,7 @@ def _predict_kernels(card: str) -> list[dict[str, Any]]:
 
 
 def _predict_engine(card: str) -> list[dict[str, Any]]:
-    """No rows for a card without times in ``GpuClock``."""
+    """Predict the engine's time.  Returns no rows if ``GpuClock`` has no times of the card."""
     from cache import make_manager
     from cache.serving import open_loop
     from experiments import gpu_times
@@ -184,7 +184,7 @@ def _predict_engine(card: str) -> list[dict[str, Any]]:
 
 @functools.cache
 def _card_here() -> str:
-    """The card in ``CARDS``, else the driver's name of the GPU."""
+    """The key in CARDS of this machine's GPU, or the driver's name if CARDS does not have it."""
     import torch
 
     name = torch.cuda.get_device_name()
@@ -192,7 +192,7 @@ def _card_here() -> str:
 
 
 def _judged(name: str, measured: float) -> dict[str, Any]:
-    """Columns: the committed prediction of ``name`` with its commit and date, and the verdict."""
+    """Columns of a row: the committed prediction of ``name``, its commit and date, the verdict."""
     import pandas as pd
 
     columns: dict[str, Any] = {"name": name, "measured": measured, "verdict": "no prediction"}
@@ -212,7 +212,7 @@ def _judged(name: str, measured: float) -> dict[str, Any]:
 
 
 def _measure_kernels(cell: Measured) -> list[dict[str, Any]]:
-    """Clocks are read before and after the samples, while the card is idle."""
+    """Time the kernels.  Clocks are read before and after the samples, when the card is idle."""
     from experiments.bench import gpu_timing, timed_ops
 
     timed = [Timed(shape=s, implementation=OURS, budget_ms=cell.budget_ms) for s in cell.shapes]
@@ -231,7 +231,7 @@ def _measure_kernels(cell: Measured) -> list[dict[str, Any]]:
         ratio = us / ours[1]["p50_us"]
         return [{**_judged(name, ratio), "unit": "ratio", "clocks_mhz": clocks}]
     rows = []
-    if cell.baselines != _COMPILED:  # else ours has a row already
+    if cell.baselines != _COMPILED:  # another cell has the Triton kernel's row for this shape
         rows.append({**_judged(name, us), "unit": "us", **ours[0], "clocks_mhz": clocks})
     for baseline, row in zip(cell.baselines, results[1:], strict=True):
         about = {"name": name, "unit": "us", "implementation": baseline, "clocks_mhz": clocks}
@@ -244,7 +244,7 @@ def _measure_kernels(cell: Measured) -> list[dict[str, Any]]:
 
 
 def _measure_engine(cell: Measured) -> list[dict[str, Any]]:
-    """With CUDA graphs and overlap; the experiment ``engine`` times nano-vLLM."""
+    """Time the engine with CUDA graphs and overlap.  The experiment ``engine`` times nano-vLLM."""
     from experiments.engine import EXPERIMENT as ENGINE
 
     options: Any = ENGINE.options
@@ -258,7 +258,7 @@ def _measure_engine(cell: Measured) -> list[dict[str, Any]]:
 
 
 def _measure_ceilings(cell: Measured) -> list[dict[str, Any]]:
-    """Rates, and times of CUDA graphs of small kernels."""
+    """Measure the rates of the card, and times of CUDA graphs of small kernels."""
     import torch
 
     from experiments.bench import gpu_timing
@@ -281,7 +281,7 @@ def _measure_ceilings(cell: Measured) -> list[dict[str, Any]]:
 
 
 def _draw(rows: style.DataFrame) -> style.Figure | None:
-    """Draw bands around the predictions and measured values, a panel per card."""
+    """Draw the bands of the predictions, and the measured values, with a panel per card."""
     rows = rows.dropna(subset="predicted") if "predicted" in rows else rows.head(0)
     if rows.empty:
         return None

@@ -1,17 +1,17 @@
 """Preemption by swapping K/V to host memory or by recomputing them.
 
-Redoes figure 19 of the PagedAttention paper (Kwon et al., SOSP 2023): OPT-13B on an A100 40 GB, on
-the clock of the experiment ``serving``.
+Redoes figure 19 of the PagedAttention paper (Kwon et al., SOSP 2023): OPT-13B on an A100 40 GB,
+with the clock of the experiment ``serving``.
 
-- ``cost``: one sequence, by context length and block size: the time to swap its blocks out and in,
-  and to compute all its tokens as one prompt.
-- ``serving``: requests with lengths like ShareGPT's at a rate at which memory runs out, served in
-  both modes; each draw has its own requests, which both modes serve.
+- ``cost``: for one sequence, by context length and block size: the time to swap its blocks out and
+  in, and the time to compute all its tokens as one prompt.
+- ``serving``: requests with lengths like ShareGPT's, at a rate at which memory runs out.  Each draw
+  has its own requests; swapping and recomputing serve the same ones.
 
-A block is swapped by one transfer each of K and V in each layer.  A transfer takes its bytes at the
-bandwidth of the PCIe link plus ``transfer_us``.  This time is assumed, and it decides from which
-block size on swapping is no slower: ``summary.csv`` has that size for each assumed time.  Host
-memory holds as many blocks as the GPU.
+Swapping a block takes two transfers per layer, for K and for V.  The time of a transfer is its
+bytes / the bandwidth of the PCIe link + ``transfer_us``.  ``transfer_us`` is assumed.  It decides
+how large blocks must be for swapping to be no slower: ``summary.csv`` has this block size for each
+assumed time.  Host memory holds as many blocks as the GPU.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ class Preemption(Options):
     block_size: Axis[Count] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     """Tokens per block."""
     context_tokens: Axis[Count] = (256, 1024)
-    """Lengths of the sequences of ``cost``."""
+    """Context lengths of the sequences in ``cost``."""
     transfer_us: Axis[Positive] = (1.0, 3.0, 10.0)
-    """Assumed times of a transfer beside its bytes."""
+    """Assumed fixed time of a transfer, in microseconds, added to the time of its bytes."""
     host_ms: Natural = 10
-    """Assumed time of the engine's own code in each step."""
+    """Assumed time of the engine's own code in each step, in milliseconds."""
     request_rate: Positive = 2.0
     """Requests per second."""
     draw: Axis[Natural] = (0, 1, 2)
-    """Runs of every point, each with its own requests and arrivals."""
+    """Numbers of the repetitions.  Each draws its own requests and arrivals."""
     traffic: Positive = 10.0
-    """See the experiment ``serving``."""
+    """Duration of the arrivals: see ``traffic`` of the experiment ``serving``."""
 
 
 def cells(options: Preemption) -> Iterator[Cost | Served]:
@@ -121,9 +121,9 @@ def _served(cell: Served) -> list[dict[str, Any]]:
 
 
 def summary(rows: style.DataFrame) -> style.DataFrame:
-    """The smallest block size at which swapping takes at most ``at_most`` times as long.
+    """The smallest block size at which time of swapping / time of recomputing is <= ``at_most``.
 
-    Median and range of the draws; infinite without such a size.
+    Gives the median and the range over the draws; infinity if there is no such block size.
     """
     import pandas as pd
 
@@ -167,7 +167,7 @@ def _draw(rows: style.DataFrame) -> style.Figure:
 
 
 def _lines(rows: style.DataFrame) -> list[tuple[style.DataFrame, dict]]:
-    """Recomputing, which needs no transfers, then swapping by their assumed time."""
+    """A line for recomputing, which has no transfers; then one for each assumed transfer time."""
     first = rows["transfer_us"] == rows["transfer_us"].min()
     lines = {"recompute": rows[first & (rows["way"] == "recompute")]}
     for transfer, of_transfer in rows[rows["way"] == "swap"].groupby("transfer_us"):

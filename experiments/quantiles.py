@@ -1,4 +1,4 @@
-"""Repeated measurements as columns of a table, and as a line with error bars."""
+"""Summarise repeated measurements: as columns of a table, or as a line with error bars."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ _OF_TIMES = {"_mean_s": None, "_p50_s": 0.5, "_p90_s": 0.9, "_p99_s": 0.99}
 
 
 def of_times(name: str, seconds: Iterable[float | None]) -> dict[str, float | None]:
-    """``<name>_mean_s``, ``_p50_s``, ``_p90_s`` and ``_p99_s``."""
+    """Columns ``<name>_mean_s``, ``<name>_p50_s``, ``<name>_p90_s`` and ``<name>_p99_s``."""
     return columns(name, seconds, _OF_TIMES)
 
 
 def columns(
     name: str, values: Iterable[float | None], at: Mapping[str, float | None] = _SPREAD
 ) -> dict[str, float | None]:
-    """Quantiles of the ``values`` that are not None, as columns of a row.  None if all are None.
-
-    at: maps the suffix of a column to its quantile (interpolated), or to None for the mean.
-    """
+    """Quantiles of the ``values`` that are not None, as columns of a row.  If all values are None,
+    the columns are None.  at: quantile (interpolated) of each column by the suffix of the column's
+    name; None is the mean."""
     known = [value for value in values if value is not None]
     if not known:
         return dict.fromkeys(name + suffix for suffix in at)
@@ -37,9 +36,9 @@ def columns(
 def draws(
     axis: style.Axes, rows: style.DataFrame, x: str, y: str, middle: str = "median", **look: Any
 ) -> None:
-    """Draw the medians (or means) of ``y`` against ``x``, with bars from smallest to largest.
+    """Draw the median of ``y`` at each ``x``, with a bar from the smallest to the largest ``y``.
 
-    ``look`` goes to ``Axes.errorbar``.
+    middle: "median" or "mean".  look: options of ``Axes.errorbar``.
     """
     points = rows.groupby(x)[y]
     low, middles, high = points.min(), points.agg(middle), points.max()
@@ -48,7 +47,7 @@ def draws(
 
 
 def over_slices(rows: style.DataFrame, by: list[str], values: list[str]) -> style.DataFrame:
-    """Mean, smallest and largest of ``values`` over the slices of a trace: a row per ``by``."""
+    """A row for each value of ``by``: mean, minimum and maximum of ``values`` over the slices."""
     groups = rows.groupby(by, sort=False)
     table = groups[values].agg(["mean", "min", "max"])
     table.columns = ["_".join(column) for column in table]
@@ -56,7 +55,7 @@ def over_slices(rows: style.DataFrame, by: list[str], values: list[str]) -> styl
 
 
 def band(axis: style.Axes, rows: style.DataFrame, x: str, **look: Any) -> None:
-    """A line of the column ``p50_us`` against ``x``, in a band from ``p20_us`` to ``p80_us``."""
+    """Draw the column ``p50_us`` against ``x``, and a band from ``p20_us`` to ``p80_us``."""
     style.curve(axis, rows, x, "p50_us", **look)
     rows = rows.sort_values(x)
     spread = {"color": look["color"], "alpha": 0.2, "linewidth": 0}

@@ -1,30 +1,29 @@
-"""Serving at the scale of the PagedAttention paper: rates that memory managers sustain.
+"""Serving at the scale of the PagedAttention paper: request rates that memory managers sustain.
 
 Redoes figures 12, 13, 14 and 17 of Kwon et al. (SOSP 2023): OPT-13B on an A100 40 GB, Poisson
-arrivals, the paper's three kinds of contiguous reservations and paging.  The project's scheduler
-and managers serve every request, and ``GpuClock`` gives the time.  The measured card has 80 GB;
-memory-bound times are scaled by the bandwidth.
+arrivals, the paper's three kinds of contiguous reservations, and paging.  The project's scheduler
+and managers serve every request, and ``GpuClock`` gives the time.  Its times were measured on a
+card of 80 GB; memory-bound times are scaled by the bandwidth.
 
 - ``sharegpt``, ``alpaca`` (figures 12, 13): one output per request.
 - ``alpaca_6_samples``, ``alpaca_6_beams`` and so on (figure 14): several samples of a prompt, or a
   beam search in which beams survive by chance.  Paging shares their blocks.  With reservations each
-  sample or beam computes the prompt itself; the copies that beams would need are not charged.
+  sample or beam computes the prompt itself; the copies that beams would need cost no time.
 - ``chat`` (figure 17): a prompt is the last 1,024 tokens of a conversation with, on average, five
   earlier rounds like ShareGPT's (assumed).  K/V are not kept between rounds.
 
 Lengths are log-normal with the paper's means; their spread is assumed.  The KV cache has 12 GB (the
 paper's table 1) in blocks of 16 tokens.  At most 512 sequences run at once.
 
-Normalised latency is the mean over requests of the time from arrival to the last token, divided by
-the output tokens.  A manager *sustains* a rate at which it is at most 0.25 s a token.  A cell
-raises the rate until it does not, and bisects the last interval on a logarithmic scale.  Its middle
-is the ``sustained_rate`` (0 if the first rate was too high).  Rates are a factor of 1.05 apart (1.5
-to the power 1/8), so ratios that are equal in all draws may differ by 5 %.  Requests arrive for
-``traffic`` times the latency allowed to a mean request (10: 14 minutes of ShareGPT), and all are
-served.  Absolute rates depend on the assumed host time; ratios depend on it much less, so compare
-ratios with the paper's.  The summary has the batched requests at the highest rate, where requests
-wait for memory.
-"""
+Normalised latency is the time from arrival to the last token divided by the number of output
+tokens, averaged over requests.  A manager *sustains* a rate if its normalised latency is at most
+0.25 s per token.  A cell raises the rate until the manager does not sustain it, then bisects the
+last interval on a logarithmic scale.  ``sustained_rate`` is the middle of the final interval (0 if
+the first rate was too high).  Rates are a factor of 1.05 apart (1.5 to the power 1/8), so ratios
+that are equal in all draws may differ by 5 %.  Requests arrive for ``traffic`` times the latency
+allowed to a mean request (10: 14 minutes of ShareGPT), and all are served.  Absolute rates depend
+on the assumed host time.  Ratios depend on it much less, so compare ratios with the paper's.  The
+summary gives batched requests at the highest rate, where requests wait for memory."""
 
 from __future__ import annotations
 
@@ -60,7 +59,7 @@ SYSTEMS = {
     "paged": ("paged", style.line(style.BLUE, "o")),
     "vllm_v1": ("paged, prefix shared", style.line(style.BLACK, "D", "dashed")),
 }
-"""Labels and lines.  ``paged`` shares blocks within a request alone, ``vllm_v1`` prefixes too."""
+"""Labels and lines.  ``paged`` shares blocks only within a request, ``vllm_v1`` also prefixes."""
 
 
 @dataclass(frozen=True)
@@ -68,19 +67,19 @@ class Load:
     """Requests of one kind."""
 
     like: str
-    """The data set whose lengths they resemble."""
+    """Data set whose prompt and output lengths the requests resemble."""
     first_rate: float
-    """Requests per second; the lowest rate of a cell."""
+    """Lowest rate of a cell, in requests per second."""
     sampling: tuple[str, int] = ("n", 1)
-    """An argument of SamplingParams, and the number of samples or beams."""
+    """Argument of SamplingParams ("n" or "beam_width"), and the number of samples or beams."""
     mean_earlier_rounds: int = 0
     """Mean number of earlier turns that a prompt repeats."""
     prefix: int = 0
-    """Tokens that begin every prompt."""
+    """Length in tokens of a prefix that all prompts share."""
     model: str = "opt-13b"
 
     def draw(self, rng: np.random.Generator, count: int) -> tuple[list[int], list[int]]:
-        """Prompt and output tokens of ``count`` requests."""
+        """Prompt lengths and output lengths of ``count`` requests, in tokens."""
         own, outputs = draw_lengths(rng, count, self.like)
         rounds = rng.geometric(1 / (1 + self.mean_earlier_rounds), count) - 1
         earlier = np.sum(draw_lengths(rng, max(1, sum(rounds)), self.like), 0)[: sum(rounds)]
@@ -99,7 +98,7 @@ LOADS = {
     "five_shot": Load("translation", 4.0, prefix=341, model="llama-13b"),
 }
 _ALONE = ("sharegpt", "alpaca", "chat")
-"""Loads of which all systems are compared."""
+"""Loads for which all systems are compared."""
 _PUBLISHED = ("sharegpt", "alpaca", "alpaca_6_samples", "alpaca_6_beams", "chat")
 _GROWTH = 1.5
 _SUSTAINED_S = 0.25
@@ -109,20 +108,21 @@ _KV_BYTES = 12e9
 
 @dataclass(frozen=True, kw_only=True)
 class Serving(Options):
-    """The grid: loads x host times x draws x systems; a cell looks for the rate."""
+    """The grid: loads x host times x draws x systems.  A cell searches the sustained rate."""
 
     load: Axis[Annotated[str, one_of(LOADS)]] = _PUBLISHED
-    """Requests: data set, samples or beams, conversations."""
+    """Kind of requests: data set, samples or beams, conversations."""
     host_ms: Axis[Natural] = (0, 10)
-    """Assumed time of the engine's own code in each step; the last one alone but for sharegpt."""
+    """Assumed milliseconds of the engine's own code per step.  Only sharegpt runs all times; the
+    other loads run the last one."""
     draw: Axis[Natural] = (0, 1, 2)
-    """Runs of every point, each with its own requests and arrivals."""
+    """Numbers of the repetitions.  Each draws its own requests and arrivals."""
     system: Axis[Annotated[str, one_of(SYSTEMS)]] = tuple(SYSTEMS)[:-1]
-    """Managers.  Samples and beams compare contiguous_oracle and paged alone."""
+    """Managers.  Samples and beams do not run contiguous_max and contiguous_pow2."""
     traffic: Positive = 10.0
-    """Time in which requests arrive, in latencies allowed to a mean request."""
+    """Duration of the arrivals, divided by the latency allowed to a mean request."""
     bisections: Count = 3
-    """Rates between the last that is sustained and the first that is not."""
+    """Number of rates tried between the last sustained rate and the first that is not."""
 
 
 def cells(options: Serving) -> Iterator[Serving]:
@@ -161,7 +161,7 @@ def _row(cell: Serving, rate: float) -> dict[str, Any]:
 
 
 def columns_of(run: open_loop.Run, clock: GpuClock, outputs_each: int = 1) -> dict[str, Any]:
-    """Columns of every run on the clock."""
+    """Columns of a row that describe a run on the clock."""
     latencies = np.array([request.normalized_latency for request in run.requests], float)
     return {
         "model": clock.model,
@@ -183,7 +183,7 @@ def columns_of(run: open_loop.Run, clock: GpuClock, outputs_each: int = 1) -> di
 def clock_of(
     model: str, host_ms: int, block_size: int = 16, transfer_seconds: float = 0.0
 ) -> GpuClock:
-    """The clock of the paper's card."""
+    """A GpuClock for the paper's card."""
     return GpuClock(
         model, "A100-SXM-40GB", host_seconds=host_ms / 1000, transfer_seconds=transfer_seconds,
         block_size=block_size, max_num_seqs=512, max_num_batched_tokens=2560,
@@ -191,7 +191,7 @@ def clock_of(
 
 
 def num_blocks(clock: GpuClock) -> int:
-    """Blocks of the KV cache."""
+    """Number of blocks of the KV cache."""
     return int(_KV_BYTES / (clock.block_size * clock.kv_bytes_per_token))
 
 
@@ -204,7 +204,7 @@ def serve_load(
     traffic: float,
     **options: Any,
 ) -> open_loop.Run:
-    """Serve requests of one of ``LOADS`` that arrive at ``rate`` per second."""
+    """Serve requests of the load ``name`` of LOADS, which arrive at ``rate`` per second."""
     load, rng = LOADS[name], np.random.default_rng(seed)
     mean_output = PAPER_LENGTHS[load.like][1][0]
     count = max(1, round(rate * traffic * _SUSTAINED_S * mean_output))
@@ -217,7 +217,7 @@ def serve_load(
     arrivals = open_loop.poisson_arrivals(rate, count, rng)
     argument, outputs_each = load.sampling
     if system.startswith("contiguous"):
-        argument = "n"  # reservations have no beams
+        argument = "n"  # samples replace beams: contiguous managers cannot fork
     sampling = {argument: outputs_each}
     return serve(system, clock, prompts, outputs, arrivals, sampling=sampling, **options)
 
@@ -232,7 +232,7 @@ def serve(
     sampling: dict[str, int] | None = None,
     **options: Any,
 ) -> open_loop.Run:
-    """Serve these requests by one manager.  ``options`` go to ``Scheduler``."""
+    """Serve these requests with one manager.  options: options of ``Scheduler``."""
     sizes: dict[str, Any] = {"num_blocks": num_blocks(clock), "block_size": clock.block_size}
     design, _, reservation = system.partition("_")
     if design == "contiguous":
@@ -257,7 +257,7 @@ _POINT = ["load", "host_ms", "draw"]
 
 
 def summary(rows: style.DataFrame) -> style.DataFrame:
-    """Medians of the draws, with the range of the ratios of a draw's rates."""
+    """Medians over the draws, and the range over the draws of the ratios of sustained rates."""
     busiest = rows.loc[rows.groupby([*_POINT, "system"], sort=False)["request_rate"].idxmax()]
     for baseline in ("oracle", "max"):
         rates = busiest[busiest["system"] == f"contiguous_{baseline}"]
@@ -277,7 +277,7 @@ def summary(rows: style.DataFrame) -> style.DataFrame:
 
 
 def draw(rows: style.DataFrame) -> style.Figure:
-    """Latency against the rate, a panel per load and host time."""
+    """Draw latency against the rate, with a panel per load and host time."""
     panels = rows.groupby(["load", "host_ms"], sort=False)
     figure, axes, _ = style.panel_grid(len(panels), columns=2, height=2.0, width=3.5)
     for axis, ((load, host_ms), points) in zip(axes, panels, strict=True):
@@ -301,12 +301,12 @@ def draw(rows: style.DataFrame) -> style.Figure:
 
 
 def noted(figure: style.Figure, label: str, notes: str = CLOCK_DISCLAIMER) -> str:
-    """A label above the notes, in lines as wide as ``figure``."""
+    """The label, and below it the notes in lines that fit the width of ``figure``."""
     return f"{label}\n{textwrap.fill(notes, int(13 * figure.get_figwidth()))}".strip()
 
 
 QUICK: dict[str, Any] = {"host_ms": (10,), "draw": (0,), "traffic": 0.2, "bisections": 1}
-"""Options of a search of a second."""
+"""Options for a search that takes about a second."""
 
 EXPERIMENT = Experiment(
     name="serving",

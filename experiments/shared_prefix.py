@@ -1,12 +1,12 @@
-"""A prefix that all requests share: rates sustained with and without sharing it.
+"""All prompts begin with the same prefix: rates sustained with and without sharing its blocks.
 
 Redoes figure 16 of the PagedAttention paper (Kwon et al., SOSP 2023): LLaMA-13B on an A100 40 GB
-translates sentences behind a prefix of one example (80 tokens) or five (341 tokens).  ``vllm_v1``
-stores the full blocks of the prefix once and computes them for the first request alone, which saves
-memory and time; ``paged`` and the reservations store and compute them for every request.
+translates sentences behind a prefix of one example (80 tokens) or five examples (341 tokens).
+``vllm_v1`` stores the full blocks of the prefix once, and only the first request computes them.
+``paged`` and the reservations store and compute them for every request.
 
-Sentences have 30 tokens on average and translations 40 (assumed, not the data set's).  Clock, cache
-and search for the rate are those of the experiment ``serving``.
+The mean lengths, 30 tokens per sentence and 40 per translation, are assumed, not the data set's.
+Clock, cache and search for the rate are the same as in the experiment ``serving``.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Memory saved by sharing blocks: parallel sampling and beam search with 2 to 6 sequences.
 
 Redoes figure 15 of the PagedAttention paper (Kwon et al., SOSP 2023): the blocks saved by sharing,
-as a fraction of the blocks of the same sequences without sharing.  The engine serves one request at
-a time by a real cache manager: a prompt is allocated once and forked, and appending to a shared
-block copies it.  Prefix caching is off.  Blocks are summed over all decode steps.
+divided by the blocks of the same sequences without sharing.  The engine serves one request at a
+time with a real cache manager: a prompt is allocated once and forked, and appending to a shared
+block copies this block.  Prefix caching is off.  Blocks are summed over all decode steps.
 
-Lengths are log-normal with the means of the paper's Alpaca and ShareGPT requests (19.31 prompt and
-58.45 output tokens, 161.31 and 337.99; the spread is assumed).  No model runs: scores of tokens are
-random, so beams survive by chance.  The later a beam branched off, the more it shares.
+Lengths are log-normal with the paper's means: 19.31 prompt and 58.45 output tokens for Alpaca,
+161.31 and 337.99 for ShareGPT.  Their spread is assumed.  No model runs: scores of tokens are
+random, so beams survive by chance.  A beam that branched off later shares more blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from experiments.load.engine_models import Manager
 from experiments.load.workloads import LONGEST, PAPER_LENGTHS, draw_lengths
 
 _MODES = {"parallel": "n", "beam": "beam_width"}
-"""Arguments of SamplingParams."""
+"""The argument of SamplingParams for each mode."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,23 +35,23 @@ class Sharing(Options):
     """The grid: data sets x modes x sequences x managers."""
 
     like: Axis[Annotated[str, one_of(PAPER_LENGTHS)]] = ("alpaca", "sharegpt")
-    """The data set whose lengths the requests resemble."""
+    """Data set whose prompt and output lengths the requests resemble."""
     mode: Axis[Literal["parallel", "beam"]] = ("parallel", "beam")
     """Parallel sampling, or beam search."""
     num_sequences: Axis[Count] = (2, 3, 4, 5, 6)
     """Samples or beams per request."""
     manager: Axis[Manager] = ("vllm_v1",)
-    """A cache manager. One without fork stores the sequences apart."""
+    """A cache manager. Managers without ``fork`` store each sequence apart."""
     block_size: Axis[Count] = (16,)
     num_requests: Count = 50
-    """Requests of each data set."""
+    """Number of requests of each data set."""
 
 
 def run_cell(cell: Sharing) -> list[dict[str, Any]]:
     prompts, outputs = draw_lengths(np.random.default_rng(cell.seed), cell.num_requests, cell.like)
     manager = make_manager(
         cell.manager,
-        # Room for watermarks, and for the forks of beams before other beams are freed.
+        # Room for watermarks, and for new beams, which are forked before old beams are freed.
         num_blocks=2 * (cell.num_sequences + 1) * -(-2 * LONGEST // cell.block_size),
         block_size=cell.block_size,
         enable_prefix_caching=False,
@@ -62,7 +62,7 @@ def run_cell(cell: Sharing) -> list[dict[str, Any]]:
 
     def count_blocks(step: Step, seconds: float) -> None:
         nonlocal shared, apart
-        if step.num_tokens == len(step.sequences):  # else a prompt, which is forked after it
+        if step.num_tokens == len(step.sequences):  # not a prompt, which is forked after its step
             shared += manager.num_blocks - manager.num_free_blocks
             apart += sum(-(-seq.num_computed_tokens // cell.block_size) for seq in step.sequences)
 
@@ -95,7 +95,7 @@ _LOOKS = {
 
 
 def _draw(rows: style.DataFrame) -> style.Figure:
-    """A panel per data set, for the first manager and block size of the table."""
+    """Draw a panel per data set, for the first manager and the first block size in the table."""
     for column in ("manager", "block_size"):
         rows = rows[rows[column] == rows[column].iloc[0]]
     traces = rows.groupby("trace", sort=False)

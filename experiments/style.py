@@ -1,4 +1,4 @@
-"""The look of every figure: one style file, one line style per policy, reproducible files."""
+"""Style of all figures: a style file, a line style for each policy, and reproducible files."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
 
 _STYLE_FILE = Path(__file__).with_name("pagelab.mplstyle")
 _FORMATS = {"pdf": {"CreationDate": None, "Producer": None}, "png": {"Software": None}}
-"""Formats of figures, with metadata to leave out so that the same figure gives the same bytes."""
+"""File formats of figures.  Without this metadata the same figure gives the same bytes."""
 
-# Colours of Okabe and Ito for colour-blind readers; markers and dashes differ too, for grey print.
+# Okabe and Ito's colours for colour-blind readers.  Markers and dashes also differ, for grey print.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, RED, PINK, GREY = "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#777777"
 
 Look = dict[str, Any]
-"""Arguments of a drawing function of matplotlib."""
+"""Keyword arguments of a drawing function of matplotlib."""
 
 BOUND: Look = {"color": BLACK, "linestyle": "dashed", "linewidth": 1}
-"""Line properties of a bound."""
+"""Line properties for a line that marks a bound."""
 
 _DASHES = {"dashed": (4, 1.5), "dotted": (1, 1.2), "dashdot": (4, 1.2, 1, 1.2)}
 
 
 def line(color: str, marker: str, dashes: str = "solid", fill: bool = True) -> Look:
-    """Line properties for ``Axes.plot``; ``dashes``: solid, dashed, dotted or dashdot."""
+    """Line properties for ``Axes.plot``.  dashes: "solid", "dashed", "dotted" or "dashdot"."""
     return {
         "color": color,
         "marker": marker,
@@ -48,7 +48,7 @@ def line(color: str, marker: str, dashes: str = "solid", fill: bool = True) -> L
 
 
 def dots(color: str, marker: str, fill: bool = True) -> Look:
-    """Line properties for points without a line."""
+    """Properties for ``Axes.plot`` of points without a line."""
     return {**line(color, marker, fill=fill), "linestyle": "none", "markersize": 3}
 
 
@@ -102,15 +102,15 @@ _IN_TURN = (
 
 
 def lines_of(names: Iterable[str]) -> dict[str, Look]:
-    """Line properties and label of each name, in order."""
+    """Line properties and label for each name, in the order of ``names``."""
     return {name: {**look, "label": name} for name, look in zip(names, cycle(_IN_TURN))}
 
 
 def policy_lines(policies: Iterable[str]) -> dict[str, Look]:
-    """Line properties and label of each policy.
+    """Line properties and label for each policy.
 
-    A built-in policy looks the same in every figure.  A user's policy takes the next of a few thick
-    lines.
+    A built-in policy looks the same in every figure.  Users' policies get thick lines of three
+    colours in turn.
     """
     own = cycle([line(RED, "*"), line(PINK, "p"), line(BLACK, "h")])
     lines = {}
@@ -136,10 +136,10 @@ def bars(
     *,
     errors: tuple[DataFrame, DataFrame],
 ) -> None:
-    """Draw a group of bars at 0, 1 ... per row of ``table``, with a bar per column in ``looks``.
+    """Draw a group of bars for each row of ``table``, at x = 0, 1 ...  A group has a bar for each
+    column that is in ``looks``.
 
-    errors: lengths of the error bars below and above.
-    """
+    errors: lengths of the error bars downwards and upwards, in the shape of ``table``."""
     names = [name for name in looks if name in table]
     for number, name in enumerate(names):
         positions = np.arange(len(table)) + 0.8 * ((number + 0.5) / len(names) - 0.5)
@@ -151,7 +151,7 @@ def bars(
 
 @contextmanager
 def figures() -> Iterator[None]:
-    """Draw inside this context: with our style file, without a display.  It closes its figures."""
+    """Context for drawing with the style file and without a display.  At its end, figures close."""
     import matplotlib as mpl
 
     mpl.use("agg")
@@ -165,10 +165,10 @@ def figures() -> Iterator[None]:
 def panel_grid(
     count: int, *, height: float, width: float = 2.33, columns: int = 3, **options: Any
 ) -> tuple[Figure, list[Axes], list[Axes]]:
-    """Make ``count`` panels in rows of up to ``columns``, ``height`` by ``width`` inches each.
+    """Make ``count`` panels of ``width`` x ``height`` inches, in rows of up to ``columns`` panels.
 
-    Returns the figure, its panels in reading order and the empty axes behind them.  ``options`` go
-    to ``matplotlib.pyplot.subplots``.
+    Returns the figure, its panels in reading order, and the empty axes that fill the last row.
+    options: options of ``matplotlib.pyplot.subplots``.
     """
     import matplotlib.pyplot as plt
 
@@ -202,13 +202,13 @@ def log_x(axes: Axes, ticks: Sequence[float] = (), base: int = 10) -> None:
 def plain_log_ticks(axis: Axis) -> None:
     """Write the ticks of a logarithmic ``axes.xaxis`` or ``yaxis`` as plain numbers.
 
-    Call it after drawing.  Ticks are at 1, 2, 5, 10 ..., or closer on an axis that is too short for
-    three of these.
+    Call this function after drawing.  Ticks are at 1, 2, 5, 10 ...  They are closer on an axis that
+    spans no more than a factor of 10.
     """
     from matplotlib.ticker import LogLocator, NullLocator
 
     low, high = axis.get_view_interval()
-    if low <= 0:  # there are no data
+    if low <= 0:  # the axis has no data
         axis.set_view_interval(1, 10, ignore=True)
     axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high > 10 * low else (1, 1.5, 2, 3, 5, 7)))
     axis.set_minor_locator(NullLocator())
@@ -216,7 +216,7 @@ def plain_log_ticks(axis: Axis) -> None:
 
 
 def name_rows(axes: Axes, names: Sequence[str], shown: bool = True, fontsize: float = 6) -> None:
-    """Make a row for each name at y = 0, 1 ..., from the top, with ``shown`` beside its name."""
+    """Make a row for each name, at y = 0, 1 ... from the top.  shown: write the names."""
     axes.set_yticks(range(len(names)), names if shown else [], fontsize=fontsize)
     axes.set_ylim(len(names) - 0.4, -0.6)
 
@@ -229,10 +229,10 @@ def shared_legend(
     xlabel: str = "",
     ylabel: str = "",
 ) -> Figure:
-    """Draw one legend with each label of any panel once; returns the figure.
+    """Draw one legend for all panels, with each label once; returns the figure.
 
-    It fills the first of the ``spare`` axes.  Without one it is above the panels, with up to
-    ``columns`` columns, as many as fit.  ``xlabel`` and ``ylabel`` label all panels together.
+    The legend is drawn in the first of the ``spare`` axes.  Without ``spare`` it is drawn above the
+    panels, with as many columns as fit, up to ``columns``.  xlabel, ylabel: labels of the figure.
     """
     figure.supxlabel(xlabel)
     figure.supylabel(ylabel)
@@ -258,11 +258,11 @@ def plotter(
     *,
     measured: str | None = None,
 ) -> Callable[[DataFrame, Path], list[Path]]:
-    """Make the ``plot`` of an experiment.
+    """Make the function ``plot`` of an experiment.
 
-    draw: functions from rows to a figure or None, by file name.
-    tables: functions from rows to a table or None, with the format of its floats, by file name.
-    measured: a column.  Rows without a value there are left out.
+    draw: by file name: a function from rows to a figure or None.
+    tables: by file name: a function from rows to a table or None, and the format of floats.
+    measured: name of a column.  Rows without a value in this column are left out.
     """
 
     def plot(rows: DataFrame, folder: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""``pagelab try`` and ``pagelab check``: one policy or one kernel, in seconds, on the console."""
+"""``pagelab try`` and ``pagelab check`` try a policy or check a kernel in seconds; they print."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ _POOLS = (1.0, 5.0, 10.0)
 """Pool sizes, in percent of the unique blocks of the trace."""
 _KNOW_THE_FUTURE = ["belady", "infinite", "reuse_oracle"]
 _MAX_IN_PYTHON = 1_000_000
-"""Block references of the longest trace that a policy in Python replays (some 5 us each)."""
+"""A policy that runs in Python (about 5 us per block reference) skips traces longer than this."""
 _RED, _PLAIN = "\033[31m", "\033[0m"
 
 
 def try_policy(policy: str, out: Path) -> None:
     """Replay the repository's traces with a policy and compare it with the eviction table.
 
-    An installed wheel has no table, so there it is compared with LRU and Belady's optimum alone.
+    An installed wheel has no table.  It compares the policy only with LRU and Belady's optimum.
     The pools are 1, 5 and 10 % of the unique blocks of a trace.
 
     Args:
         policy: a policy's name, or file.py:Class.
-        out: folder of the figure and of its summary.
+        out: folder for the figure and its summary.
 
-    Raises OptionsError, which names the policy, if it cannot be made or raises; OSError.
+    Raises OptionsError, naming the policy, if it cannot be made or raises; else OSError.
     """
     try:
         cache.make_policy(policy)
         tried = _replay(policy)
         cost, compiled = _seconds_per_reference(policy)
-    except Exception as error:  # a user's policy may raise anything
+    except Exception as error:  # a user's policy may raise any exception
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise OptionsError(f"{policy}: {kind}{error}") from error
     table = committed("eviction") / "rows.csv"
@@ -52,7 +52,7 @@ def try_policy(policy: str, out: Path) -> None:
 
 
 def _replay(policy: str) -> pd.DataFrame:
-    """Rows of the eviction table for each trace and pool, the shortest trace first."""
+    """Replay each trace in each pool, shortest trace first.  Returns rows of the eviction table."""
     options = eviction.Eviction(policy=(policy,), capacity_percent=_POOLS)
     cells = [cell for cell in eviction.cells(options) if cell.policy != "infinite"]
     cells.sort(key=lambda cell: workloads.load(cell.trace).num_block_references)
@@ -67,7 +67,7 @@ def _replay(policy: str) -> pd.DataFrame:
 
 
 def _seconds_per_reference(policy: str) -> tuple[float, bool]:
-    """Time of a replay in a pool of 5 %, and whether it was compiled."""
+    """Seconds per block reference of a replay in a pool of 5 %, and whether numba compiled it."""
     trace = cache.load_trace(workloads.REAL_TRACES[1])
     capacity = trace.num_unique_blocks // 20
     result = cache.simulate(trace, policy=policy, capacity_blocks=capacity)
@@ -75,7 +75,7 @@ def _seconds_per_reference(policy: str) -> tuple[float, bool]:
 
 
 def _verdict(tried: pd.DataFrame, known: pd.DataFrame) -> str:
-    """One line on a trace: mean hit rate of the pools, share of the gap that it closes, rank."""
+    """A line about a trace: mean hit rate over pools, closed share of the gap, and rank."""
     known = known[known["capacity_blocks"].isin(tried["capacity_blocks"])]
     means = pd.concat([known, tried]).groupby("policy")["block_hit_rate"].mean()
     mine, lru, optimum = tried["block_hit_rate"].mean(), means["lru"], means["belady"]
@@ -90,13 +90,13 @@ def _verdict(tried: pd.DataFrame, known: pd.DataFrame) -> str:
 def check_kernel(file: Path) -> bool:
     """Compare a kernel's results with fp64 over block sizes, dtypes and options.
 
-    Prints the largest error, as a multiple of its bound, for each option, dtype and block size, in
-    red where it exceeds the bound.  Returns whether all results are within their bounds.
+    Prints the largest error / bound for each option, dtype and block size, in red if a result
+    exceeds its bound.  Returns whether all results are within their bounds.
 
     Args:
         file: the file of an op of kernels/, such as kernels/store_kvcache.py.
 
-    Raises OptionsError for another file.
+    Raises OptionsError for any other file.
     """
     folder = REPOSITORY / "kernels"
     if file.resolve() not in {folder / f"{op}.py" for op in kernel_accuracy.KERNELS}:

@@ -9,10 +9,10 @@ sampler, uploads   next tokens from logits; host-to-device copies
 memory             measures the memory that the largest batch needs
 llm                ``LLM(...).generate`` joins these modules and ``cache.serving.Engine``
 workers            tensor-parallel ranks as child processes
-prompts            checks and tokenizes prompts, renders chats
-streams            gives each caller the events of its requests
+prompts, streams   check and tokenize prompts; give each caller the events of its requests
 generate           the command line
 """
+
 # ruff: noqa: E402 (packages are imported after the check)
 from pathlib import Path
 
