@@ -1,7 +1,7 @@
-"""Experiments: grids of cells that become one table, its environment and its figures.
+"""Experiments: each runs a grid of cells and writes a table, its environment and its figures.
 
-An experiment is one file, or a folder with its own helpers, that ends in an ``Experiment`` listed
-in ``registry.py``.  Shared:
+An experiment is one file, or a folder with helpers.  It defines an ``Experiment``, which
+``registry.py`` lists.  Shared by all experiments:
 
 harness/     runs cells, resumes sweeps, writes results
 load/        traces and lengths, models and arrivals for experiments on caches and engines

@@ -9,7 +9,7 @@ from experiments.gpu import contact
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command line; returns the exit status. The command gpu needs no tyro."""
+    """Run one command line.  Returns the exit status. The command gpu needs no tyro."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["gpu"]:
         return contact.main(arguments[1:])

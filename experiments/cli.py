@@ -34,7 +34,7 @@ _QUICK_RESULTS = _RESULTS / "quick"
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions:
-    """How the cells run and where the results go."""
+    """Options for how cells run and where results are written."""
 
     quick: bool = False
     """Run the small grid and write to results/quick. The default of reproduce."""
@@ -49,7 +49,7 @@ class SweepOptions:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command line; returns the exit status."""
+    """Run one command line.  Returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     console = logging.StreamHandler()
     console.setLevel(logging.WARNING)
@@ -75,9 +75,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _app(arguments: list[str]) -> SubcommandApp:
-    """The commands, with the experiment that ``arguments`` name, or with all experiments.
+    """The commands, with only the experiment that ``arguments`` name, or with all experiments.
 
-    With one experiment, an error in an option suggests options of this experiment only.
+    With only one experiment, a message about a wrong option suggests only its options.
     """
     app, runs = SubcommandApp(), SubcommandApp()
     quick = "--quick" in arguments
@@ -97,7 +97,7 @@ def _app(arguments: list[str]) -> SubcommandApp:
 
 
 def _list() -> int:
-    """List the experiments with their figures, and which of them use a GPU."""
+    """List the experiments, their figures and whether they use a GPU."""
     here = "one is here" if cuda_available() else "none here"
     gpu = {"unused": "", "optional": "uses a GPU if there is one", "required": "needs a GPU"}
     width = max(map(len, EXPERIMENTS))
@@ -146,7 +146,7 @@ def _plot(
             figures = plot_results(chosen, table.parent)
         except OSError:
             raise
-        except Exception as error:  # pandas and matplotlib raise anything for an edited table
+        except Exception as error:  # for an edited table pandas and matplotlib may raise any error
             raise OptionsError(
                 f"{table}: no figure can be drawn of it ({type(error).__name__}: {error}); run "
                 "the experiment again if it was edited or is of another version"

@@ -1,4 +1,4 @@
-"""The experiments by name: to add one, write its file and a line here."""
+"""The experiments by name.  To add an experiment, write its file and add a line here."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 
 from experiments.harness import Experiment
 
-_MODULES = (  # in the order of the report
+_MODULES = (  # the report has this order
     "memory_waste",
     "serving",
     "eviction",

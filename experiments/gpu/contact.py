@@ -8,8 +8,8 @@ with a time limit.  It runs tests, or experiments whose cells are stored one by 
 whole command may be killed at any time: results so far are kept, and the same command resumes.
 Meanwhile the other cores compile the kernels of later stages.
 
-Results are in ``--out``, as of ``pagelab run``, without figures.  ``first_contact/log.txt`` has the
-course of the stages.  ``pagelab plot`` and ``pagelab report`` show the results.
+Results are written to ``--out`` as by ``pagelab run``, without figures.  ``first_contact/log.txt``
+logs the stages.  ``pagelab plot`` and ``pagelab report`` show the results.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ from experiments.harness.workers import run_here, run_locally
 from experiments.registry import EXPERIMENTS
 
 _FORK = multiprocessing.get_context("fork")
-"""A stage inherits the parent's imports; the parent never touches the GPU."""
+"""A stage inherits the parent's imports.  The parent never uses the GPU."""
 _WENT_WRONG = 3
-"""Exit status of a stage in which something was wrong or failed."""
+"""Exit status of a stage if a result was wrong or a cell or test failed."""
 _AT_ONCE: dict[signal.Signals, float] = {signal.SIGKILL: 5}
 _GRACE: dict[signal.Signals, float] = {signal.SIGINT: 8, **_AT_ONCE}
-"""On an interrupt a stage writes its tables."""
+"""Signals and seconds to wait after each.  On SIGINT a stage writes its tables."""
 
 
 Step = Callable[[Path], Iterator[str]]
-"""Writes results into a folder and yields lines for the log."""
+"""A function that writes results to a folder and yields lines for the log."""
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """A step: cells of an experiment."""
+    """A step that runs cells of an experiment."""
 
     experiment: str
     options: dict[str, Any]
     implementations: tuple[str, ...] = ()
-    """Only these; empty means all."""
+    """Run only these implementations.  Empty means all."""
     jobs: int | None = None
-    """Worker processes, which are replaced after an error of the device.  None: the cells run in
-    the stage's own process, which saves imports."""
+    """Number of worker processes.  A worker is replaced after a device error.  None: the cells run
+    in the stage's own process, which saves imports."""
 
     def cells(self) -> Iterator[Any]:
         """The cells on this machine."""
@@ -81,7 +81,7 @@ class Sweep:
         cells = dict.fromkeys(own)
         for step in (step for _, steps in STAGES.values() for step in steps):
             if isinstance(step, Sweep) and step.experiment == self.experiment:
-                with contextlib.suppress(Exception):  # its own stage will report it
+                with contextlib.suppress(Exception):  # the step's own stage will report the error
                     cells |= dict.fromkeys(c for c in step.cells() if not isinstance(c, Absent))
         whole = EXPERIMENTS[self.experiment]
         some = dataclasses.replace(whole, cells=lambda _: cells, plot=lambda rows, folder: [])
@@ -96,7 +96,7 @@ class Sweep:
 
 
 def device_tests(*options: str) -> Step:
-    """A step: device tests, in as many processes as there are cores, up to 12."""
+    """A step that runs device tests, in one process per core, up to 12."""
 
     def run(out: Path) -> Iterator[str]:
         parallel = ["-n", str(min(12, os.cpu_count() or 1))] if _has("pytest-xdist") else []
@@ -107,7 +107,7 @@ def device_tests(*options: str) -> Step:
             (out / "first_contact" / "pytest.txt").open("a", buffering=1) as log,
             subprocess.Popen(command, cwd=REPOSITORY, text=True, **pipe) as process,
         ):
-            # At its limit pytest prints its failures so far, if this process goes on reading.
+            # At its limit pytest prints its failures so far, if this process still reads.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             for line in process.stdout or ():
                 log.write(line)
@@ -155,19 +155,19 @@ STAGES: dict[str, tuple[float, tuple[Step, ...]]] = {
         Sweep("kernel_accuracy", {"block_size": (16, 24), "head_dim": (64, 128)}, jobs=12),
     )),
 }  # fmt: skip
-"""Seconds that a stage may take, and its steps; the most important stage first."""
+"""Time limit of each stage in seconds, and its steps.  The most important stage is first."""
 _MIN_SHARE = 0.3
-"""A stage starts only if this share of its seconds is left."""
+"""A stage starts only if at least this share of its time limit is left."""
 _UNTIMED = ("ceilings", "smoke", "races", "tests", "accuracy")
-"""Stages that do not need idle cores."""
+"""Stages during which other cores may compile, because they time nothing."""
 
 
 Log = Callable[[str, str], None]
-"""Takes a stage and a line."""
+"""A function of a stage's name and a line."""
 
 
 def _write(path: Path, began: float, stage: str, text: str) -> None:
-    """Write a line with its time, on the console and into a file."""
+    """Write a line, with the time, to the console and to a file."""
     line = f"{time.time() - began:6.1f} s  {stage}: {text}"
     print(line, flush=True)
     with path.open("a") as file:
@@ -175,9 +175,9 @@ def _write(path: Path, began: float, stage: str, text: str) -> None:
 
 
 def run_stage(name: str, out: Path, log: Log) -> bool:
-    """Run the steps of a stage in this process.  An error of a step ends this step alone.
+    """Run the steps of a stage in this process.  An error ends only the step that raised it.
 
-    Returns whether all went well.
+    Returns whether nothing failed and no result was wrong.
     """
     went_well = True
     for step in STAGES[name][1]:
@@ -192,7 +192,7 @@ def run_stage(name: str, out: Path, log: Log) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command line; returns the exit status."""
+    """Run one command line.  Returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="pagelab gpu",
         description=__doc__,
@@ -207,7 +207,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not (REPOSITORY / "tests").is_dir():
         parser.error(f"needs a checkout of the repository: there is no {REPOSITORY / 'tests'}")
     end = time.monotonic() + options.seconds
-    for module in ("torch", "kernels.testing.cases", "models"):  # once, for all stages
+    for module in ("torch", "kernels.testing.cases", "models"):  # one import for all stages
         importlib.import_module(module)
     with ProcessPoolExecutor(1, _FORK) as other:
         capability = other.submit(_capability).result()
@@ -254,7 +254,7 @@ def _capability() -> tuple[int, int] | None:
 
 
 def _in_child(name: str, out: Path, log: Log) -> None:
-    """Run a stage as the leader of a process group that ends with its parent."""
+    """Run a stage as the leader of a process group.  The group ends with its parent."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -269,7 +269,7 @@ def _end_with_parent() -> None:
 
 
 def _end(process: Any, signals: dict[signal.Signals, float]) -> None:
-    """Send a process and its children each signal, and wait some seconds after it."""
+    """Send each signal to a process and its children, and wait some seconds after each."""
     for number, seconds in signals.items():
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
@@ -293,7 +293,7 @@ def _compile_ahead(stages: list[str], arch: str, log: Log) -> None:
 
 
 def compile_cell(arch: str, cell: Any) -> int:
-    """Compile our kernels of a cell into Triton's cache; returns their number."""
+    """Compile our kernels of a cell into Triton's cache.  Returns the number of kernels."""
     import torch
 
     from experiments.bench import timed_ops
@@ -307,6 +307,6 @@ def compile_cell(arch: str, cell: Any) -> int:
     cases = [partial(timed_ops.case_of, shape, meta) for shape in shapes]
     cases += [partial(cell.case, "meta")] if hasattr(cell, "case") else []
     for case in cases:
-        with contextlib.suppress(Exception):  # the cell will report it
+        with contextlib.suppress(Exception):  # the cell will report the error
             count += len(compile_call(case().call, ARCHITECTURES[arch]))
     return count

@@ -32,9 +32,9 @@ _MAY_BE_0 = {"tile_trips", "wavefronts", "spills", "x", "host_ms", "output_token
 
 @functools.cache
 def read(path: Path) -> pd.DataFrame:
-    """The table at ``path``: texts, and numbers above 0.
+    """The table at ``path``.  Its values are texts and positive numbers.
 
-    Raises ValueError, naming the file and, where it is known, the line, for a damaged table.
+    Raises ValueError, with the file and the line if known, for a damaged table.
     """
     import pandas as pd
     import zstandard
@@ -63,9 +63,9 @@ def read(path: Path) -> pd.DataFrame:
 
 
 def rows(table: str | Path, **values: Any) -> pd.DataFrame:
-    """The rows with these values, of one of ``TABLES`` or of a table in a file.
+    """The rows with these values.  ``table`` is a name in ``TABLES`` or a file.
 
-    Raises ValueError for a value without rows; it lists the values that there are.
+    Raises ValueError if no row has a value.  The message lists the existing values.
     """
     path = TABLES[table] if isinstance(table, str) else table
     found = read(path)
@@ -84,18 +84,18 @@ def rows(table: str | Path, **values: Any) -> pd.DataFrame:
 
 @functools.cache
 def grid(table: str, axes: tuple[str, ...], **values: Any) -> Grid:
-    """Seconds over ``axes``, from the rows with these values; the fastest row of each point."""
+    """Seconds as a function of ``axes``, from the fastest row with these values at each point."""
     found = rows(table, **values)
     what = ", ".join(map(str, (table, *values.values())))
     return Grid(what, found.groupby(list(axes))["microseconds"].min() * 1e-6)
 
 
 class Grid:
-    """Measured seconds over one or more parameters, interpolated on logarithmic scales.
+    """Measured seconds as a function of parameters, interpolated on logarithmic scales.
 
-    Below the smallest value of a parameter the time at that value counts.  Above the largest there
-    is none.  Where only large values of the first parameter were left out (large batches of long
-    contexts), time grows in proportion to it.
+    Below a parameter's smallest value, the time is that of the smallest value.  Above its largest
+    value there is no time.  If some rows lack large values of the first parameter (large batches of
+    long contexts), time is extrapolated in proportion to this parameter.
     """
 
     def __init__(self, what: str, seconds: pd.Series) -> None:
@@ -120,7 +120,7 @@ class Grid:
     def __call__(self, **at: Any) -> np.ndarray:
         """Seconds at these values (numbers or arrays) of all parameters.
 
-        Raises ValueError, naming the measured range, above it and where nothing was measured.
+        Raises ValueError above the measured range and where nothing was measured nearby.
         """
         corners = []
         for name, values in self.axes.items():

@@ -14,8 +14,8 @@ time of a pass of the loop over tiles is the sum of
 - the cycles of the tile's bytes (64 bytes per cycle) and of spilled registers.
 
 This sum, the time of all resident programs' bytes at the memory's bandwidth, and the time of the
-tensor cores are combined by a 4-norm. If not all programs are resident, later programs follow
-without a gap, and half a program at the end runs alone. The merge of splits costs one launch.
+tensor cores are combined by a 4-norm. Later programs follow without a gap, and half a program at
+the end runs alone. Merging splits costs one launch.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
-"""Times of our kernels, flash-attn's and PyTorch's on a GPU; ``kernel_time`` models ours.
+"""Times of our kernels, flash-attn and PyTorch on a GPU.
 
-- ``decode``: one query per sequence, over batch, context and block size.
-- ``prefill``: (sequences, new tokens of each, context of each), with a cached prefix where the
-  context is longer than the new tokens.
+- ``decode``: one query per sequence, for each batch, context and block size.
+- ``prefill``: given as (sequences, new tokens of each, context of each). If the context is longer
+  than the new tokens, its first tokens are a cached prefix.
 - ``cascade``: decode of sequences that share a prefix. Shared-prefix attention (Hydragen, Juravsky
-  et al., 2024; FlashInfer) reads it once, plain decode once for each sequence.
-- ``norm``, ``gate``: the residual sum with its RMSNorm, and SwiGLU.
-- ``store``: new tokens into random slots. ``copy``: blocks of all layers inside a cache.
-  ``swap_out``, ``swap_in``: blocks of all layers to pinned host memory and back.
+  et al., 2024; FlashInfer) reads the prefix once. Plain decode reads it once per sequence.
+- ``norm``: residual addition and RMSNorm. ``gate``: SwiGLU.
+- ``store``: writes new tokens to random slots. ``copy``: copies blocks of all layers in a cache.
+  ``swap_out``, ``swap_in``: copy blocks of all layers to pinned host memory and back.
 
 ``tiles.py`` tries tiles and numbers of splits that ``kernels/tiles.py`` does not choose.
 
 A cell first checks its result against fp64 by the rule of ``kernels/testing/accuracy.py``. A wrong
-result has no time. Times are p20, p50 and p80 of the device's clock with a cold L2, by replays of a
-CUDA graph where the work can be captured (``launch``), see ``bench/gpu_timing.py``. Rates are
-compared with the ceilings that are measured in the same process. The times of implementations whose
-names begin with gather_ include a copy of the context, see ``kernels/testing/baselines.py``.
+result is not timed. Times are p20, p50 and p80, measured by the device with a cold L2. Work that
+can be captured is replayed as a CUDA graph (column ``launch``; ``bench/gpu_timing.py``). Rates are
+compared with ceilings measured in the same process. The times of implementations named gather_...
+include a copy of the context (``kernels/testing/baselines.py``).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from experiments.harness import Count, Experiment, Needs, Options, Positive, one
 
 PARTS = ("decode", "prefill", "norm", "gate", "store", "copy", "swap_out", "swap_in", "cascade")
 PAGED = (OURS, "flash_attn_2", "flash_attn_3", "flex_attention")
-"""Attention on the blocks as they are."""
+"""Implementations that read the blocks in place."""
 GATHER = ("gather_sdpa", "gather_cudnn")
-"""Attention behind a copy, for block sizes that flash-attn 2 refuses."""
+"""Implementations that copy the context first, for block sizes that flash-attn 2 rejects."""
 IMPLEMENTATIONS = {
     "swap_out": (OURS, COPY_ENGINE),
     "swap_in": (OURS, COPY_ENGINE),
@@ -61,7 +61,7 @@ class KernelLatency(Options):
 
     part: tuple[Annotated[str, one_of(PARTS)], ...] = PARTS
     batch: tuple[Count, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-    """Sequences of a decode step."""
+    """Number of sequences of a decode step."""
     context_len: tuple[Count, ...] = (512, 1024, 2048, 4096, 8192, 16384, 32768)
     """Tokens of each sequence of a decode step."""
     block_size: tuple[Count, ...] = (16, 256)
@@ -70,49 +70,49 @@ class KernelLatency(Options):
         (4, 2048, 2048), (16, 1024, 1024), (1, 512, 8192), (1, 2048, 32768),
         (1, 16, 32768), (4, 1024, 8192), (16, 256, 4096), (64, 4, 4096),
     )  # fmt: skip
-    """Sequences, new tokens of each, and tokens of each with its cached prefix."""
+    """Number of sequences, new tokens of each, and all tokens of each (with the cached prefix)."""
     store_tokens: tuple[Count, ...] = (1, 16, 256, 4096, 16384)
-    """New tokens, also of norm and gate."""
+    """Number of tokens of store, norm and gate."""
     move_tokens: tuple[Count, ...] = (256, 1024, 4096)
-    """Tokens whose blocks, of every layer, copy and swap move."""
+    """Number of tokens whose blocks copy and swap move, in every layer."""
     num_layers: Count = 28
-    """Layers that copy and swap move the blocks of."""
+    """Number of layers whose blocks copy and swap move."""
     prefix_len: tuple[Prefix, ...] = (1024, 2048, 4096, 8192, 16384, 32768)
-    """Tokens that all sequences of a cascade share."""
+    """Number of tokens that all sequences of a cascade share."""
     suffix_len: Count = 256
-    """Own tokens of each sequence of a cascade."""
+    """Number of tokens after the shared prefix in each sequence of a cascade."""
     cascade_batch: tuple[Count, ...] = (1, 4, 16, 64, 256)
     tile_m: tuple[Count, ...] = ()
-    """Rows of a tile of attention, tried beside the table's choice."""
+    """Rows per tile of attention, tried in addition to the table's choice."""
     tile_n: tuple[Count, ...] = ()
-    """Tokens of a tile."""
+    """Keys per tile of attention."""
     num_warps: tuple[Count, ...] = ()
     num_stages: tuple[Count, ...] = ()
     """Pipeline stages."""
     num_splits: tuple[Count, ...] = ()
-    """Splits of a sequence in decode and prefill."""
+    """Number of splits of a sequence in decode and prefill."""
     num_q_heads: Count = 32
     num_kv_heads: Count = 8
     head_dim: Count = 128
     dtype: Literal["float16", "bfloat16", "float32"] = "bfloat16"
     kv_dtype: Literal["float8_e4m3fn"] | None = None
-    """Dtype of the cache; the queries' if None."""
+    """Dtype of the cache.  None: the dtype of the queries."""
     budget_ms: Positive = 60.0
-    """Device time for the samples of a cell."""
+    """Device time for the samples of a cell, in milliseconds."""
 
     def shape(self, op: str, **sizes: Any) -> Shape:
-        """``op`` at these sizes."""
+        """The shape of ``op`` with these sizes."""
         names = ("num_q_heads", "num_kv_heads", "head_dim", "dtype", "kv_dtype", "seed")
         return Shape(op=op, **{name: getattr(self, name) for name in names} | sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatencyCell(Timed):
-    """An implementation at a shape, in a part of the experiment."""
+    """A cell: one implementation at one shape, in one part of the experiment."""
 
     part: str
     tile: tuple[int, ...] = (0, 0, 0, 0)
-    """tile_m, tile_n, num_warps, num_stages; 0 is the table's."""
+    """tile_m, tile_n, num_warps, num_stages.  0 means the table's choice."""
 
 
 def cells(options: KernelLatency) -> Iterator[LatencyCell]:
@@ -129,7 +129,7 @@ def cells(options: KernelLatency) -> Iterator[LatencyCell]:
 
 
 def implementations(shape: Shape) -> tuple[str, ...]:
-    """The implementations that may serve a shape."""
+    """The implementations that may run a shape."""
     if shape.op in IMPLEMENTATIONS:
         return IMPLEMENTATIONS[shape.op]
     if shape.op not in ("decode", "prefill") or shape.kv_dtype is not None:

@@ -10,7 +10,7 @@ from experiments.bench.shapes import OURS
 from experiments.gpu.kernel_latency import tiles
 
 TOKENS = ("norm", "gate", "store")
-"""Parts whose batch are tokens."""
+"""Parts whose ``batch`` is a number of tokens."""
 PLAIN = "paged_decode"
 _LOOKS = {
     "flash_attn_2": style.line(style.RED, "s"),
@@ -27,7 +27,7 @@ _FP8 = style.line(style.PINK, "*", "dashdot")
 
 
 def lines(rows: style.DataFrame) -> Iterator[tuple[dict[str, Any], style.DataFrame]]:
-    """Look with label, and rows, for each implementation and block size; ours last, on top."""
+    """Look and rows of each implementation and block size.  Our kernel is last, drawn on top."""
     block_sizes = sorted(rows["block_size"].unique())
     for name in (*_LOOKS, OURS):
         of_name = rows[rows["implementation"] == name]
@@ -59,7 +59,7 @@ def _draw_decode(rows: style.DataFrame) -> style.Figure:
         of_context = rows[rows["context_len"] == context_len]
         for look, line in lines(of_context):
             quantiles.band(axis, line, "batch", **look)
-        # The bound of the wider cache where two are drawn; fp8 may lie below it.
+        # The bound of the wider dtype if two are drawn; fp8 may lie below this bound.
         best = of_context.sort_values(["batch", "bytes"]).drop_duplicates("batch", keep="last")
         fastest = best["bytes"] / best["peak_gb_per_s"] / 1e3
         axis.plot(best["batch"], fastest, **style.BOUND, label="bound: bytes at the measured peak")

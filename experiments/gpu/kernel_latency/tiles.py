@@ -1,9 +1,9 @@
-"""Tiles and numbers of splits of our attention that ``kernels/tiles.py`` does not choose.
+"""Times our attention with tiles and splits that ``kernels/tiles.py`` does not choose.
 
 ``--tile-m``, ``--tile-n``, ``--num-warps``, ``--num-stages`` and ``--num-splits`` try values at
 every shape of the parts ``decode``, ``prefill`` and ``cascade``, in addition to the table's choice.
-A tile that needs more than the GPU has is absent. ``tiles.csv`` ranks the choices by the geometric
-mean over the shapes of their time over the time of the table's choice.
+A tile that needs more resources than the GPU has is absent. ``tiles.csv`` ranks the choices by the
+geometric mean, over the shapes, of (time of the choice / time of the table's choice).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 TILE = ("tile_m", "tile_n", "num_warps", "num_stages")
 TABLES = {"decode": "decode_tile", "prefill": "prefill_tile", "cascade": "split_prefill_tile"}
-"""Functions of ``kernels/tiles.py``, by op."""
+"""Function of ``kernels/tiles.py`` that chooses the tile, by op."""
 
 
 def tried(options: KernelLatency, shape: Shape) -> Iterator[tuple[Shape, tuple[int, ...]]]:
@@ -78,9 +78,9 @@ def table_tile(shape: Shape, target: Target) -> AttentionTile:
 
 
 def with_tile(shape: Shape, tile: tuple[int, ...], target: Target) -> Target:
-    """``target`` with this tile_m, tile_n, num_warps and num_stages for the op of ``shape``.
+    """``target``, with this tile_m, tile_n, num_warps and num_stages for the op of ``shape``.
 
-    A 0 leaves the choice to the table.
+    A 0 means the table's value.
     """
     changes: dict[str, Any] = {name: n for name, n in zip(TILE, tile, strict=True) if n}
     changed = dataclasses.replace(table_tile(shape, target), **changes)
@@ -88,7 +88,7 @@ def with_tile(shape: Shape, tile: tuple[int, ...], target: Target) -> Target:
 
 
 def ranking(rows: style.DataFrame) -> style.DataFrame | None:
-    """Geometric mean of the times of each choice over the table's choice, by op, fastest first.
+    """For each op: geometric mean of (time / time of the table's choice), fastest first.
 
     Choices that failed at one of the shapes are left out.
     """
