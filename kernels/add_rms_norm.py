@@ -2,9 +2,9 @@
 
     residual <- residual + x        y = residual / sqrt(mean(residual^2) + eps) * (offset + weight)
 
-vLLM calls it fused_add_rms_norm. Separate kernels would write the sum once and read it twice more.
-Both results are computed in fp32 and rounded once. The mean is taken over the rounded sum, as it is
-where addition and norm are two modules.
+vLLM calls this op fused_add_rms_norm. Separate kernels would write the sum once and then read it
+twice. Both results are computed in fp32 and rounded once. The mean is computed from the rounded
+sum, as in models whose addition and norm are two modules.
 """
 
 import torch
@@ -65,11 +65,11 @@ def add_rms_norm(
     Args:
         x: (num_tokens, hidden_size), fp16, bf16 or fp32, any stride on the first dimension;
             hidden_size up to 32768.
-        residual: shape and dtype of x, any stride on the first dimension; becomes residual + x.
+        residual: shape and dtype of x, any stride on the first dimension. It becomes residual + x.
             None: normalise x alone.
         weight: (hidden_size,), any float dtype.
-        eps: added to the mean of the squares, at least 0.
-        offset: added to weight: 1 in Gemma, 0 elsewhere.
+        eps: number >= 0, added to the mean of the squares.
+        offset: number added to weight: 1 in Gemma, 0 elsewhere.
 
     Mutates residual. Sums and products are computed in fp32.
 
@@ -77,8 +77,8 @@ def add_rms_norm(
         A new contiguous tensor shaped like x.
 
     Raises:
-        ValueError: a shape, dtype, device or stride that does not fit, or a negative eps.
-        TypeError: not a tensor, or eps or offset not a number.
+        ValueError: a shape, dtype, device or stride does not fit, or eps is negative.
+        TypeError: an argument is not a tensor, or eps or offset is not a number.
     """
     _TENSORS(x, residual, weight)
     num_tokens, hidden_size = x.shape

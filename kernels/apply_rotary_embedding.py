@@ -5,8 +5,8 @@ angle whose cosine is cos[p, i] and whose sine is sin[p, i]:
 
     (a, b) -> (a cos - b sin, b cos + a sin)
 
-Pairs are (i, i + rotary_dim / 2) (GPT-NeoX, Llama) or, interleaved, (2 i, 2 i + 1) (GPT-J).
-Elements from rotary_dim on are copied.
+Pairs are (i, i + rotary_dim / 2) (GPT-NeoX, Llama) or, if interleaved, (2 i, 2 i + 1) (GPT-J).
+Elements at or after rotary_dim are copied.
 """
 
 import torch
@@ -35,11 +35,11 @@ def rotate_rows(
     HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr,
     ROTARY_DIM: tl.constexpr, HALF_PADDED: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Rotate rows of head_dim elements. The pointers are [rows], to the start of each row.
+    """Rotate rows of head_dim elements. The pointers, [rows], point to the start of each row.
 
-    scales: of the fp8 cache that the rows go to, a scalar or [rows, 1], or None.
-    norm_weight_ptr: weight of an RMSNorm over each row before the rotation, rounded to the source
-        dtype, see `add_rms_norm`, or None.
+    scales: scale of the fp8 cache that the rows are written to: a scalar, [rows] or None.
+    norm_weight_ptr: weight of an RMSNorm over each row before the rotation, or None. The result of
+        the norm is rounded to the source dtype, see `add_rms_norm`.
     HALF_PADDED: rotary_dim / 2 rounded up to a tile size.
     Source and destination may be the same memory.
     """
@@ -149,8 +149,8 @@ def apply_rotary_embedding(
         A new contiguous tensor shaped like x.
 
     Raises:
-        ValueError: a shape, dtype, device or stride that does not fit; for tensors in host memory
-            also a position outside cos.
+        ValueError: a shape, dtype, device or stride does not fit. For tensors in host memory also:
+            a position is not a row of cos.
     """
     sizes = _TENSORS(x, positions, cos, sin)
     checks.check_values("positions", positions, 0, sizes.num_positions - 1, "rows of cos")

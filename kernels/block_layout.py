@@ -1,8 +1,8 @@
 """Memory layout of one cache block, for the ops that move whole blocks.
 
 In most layouts (NHD, HND, a layer of a larger tensor) the slots, heads and dims of a block form one
-contiguous run, which a copy can treat as flat. Otherwise at most two strided dimensions of
-runs remain:
+contiguous run, which a copy treats as flat. Other layouts have at most two strided dimensions of
+runs:
 
     element e of a block lies at (e // RUN // INNER_RUNS) * stride_outer
                                + (e // RUN % INNER_RUNS) * stride_inner + e % RUN
@@ -23,7 +23,7 @@ CACHE_DTYPES = (
     torch.uint8,
     torch.int8,
 )
-"""Dtypes of caches whose blocks can be moved: these ops copy bit patterns."""
+"""Dtypes of caches whose blocks can be moved. The ops copy bit patterns."""
 PLANE_DIMS = "num_blocks block_size num_kv_heads head_dim"
 """Dimensions of K or V of one layer."""
 LAYERS_DIMS = "2 num_layers num_blocks block_size num_kv_heads head_dim"
@@ -35,7 +35,7 @@ TL_BITS = {1: tl.uint8, 2: tl.int16, 4: tl.int32}
 
 @dataclass(frozen=True)
 class BlockRuns:
-    """Contiguous runs of a block, of equal length in one or two caches."""
+    """The contiguous runs of a block. They have the same length in all given caches."""
 
     run: int
     """Elements per run."""
@@ -47,7 +47,7 @@ class BlockRuns:
 
 
 def block_runs(*caches: torch.Tensor) -> BlockRuns:
-    """Merge the last three dimensions (slots, heads, dims), whose sizes all caches share."""
+    """Merge the last three dimensions (slots, heads, dims) to runs. Caches share these sizes."""
     shape = caches[0].shape[-3:]
     strides = [cache.stride()[-3:] for cache in caches]
     order = sorted(range(2), key=lambda dim: strides[0][dim], reverse=True)
@@ -64,7 +64,7 @@ def block_runs(*caches: torch.Tensor) -> BlockRuns:
 def element_offsets(
     elements, stride_outer, stride_inner, RUN: tl.constexpr, INNER_RUNS: tl.constexpr
 ):
-    """Offsets, int64, of elements of a block; see the formula above."""
+    """Return int64 offsets of elements of a block by the formula above."""
     runs = elements // RUN
     outer = (runs // INNER_RUNS).to(tl.int64) * stride_outer
     return outer + (runs % INNER_RUNS).to(tl.int64) * stride_inner + elements % RUN
@@ -77,10 +77,10 @@ def check_block_pairs(
     num_dst_blocks: int,
     same_pool: bool,
 ) -> None:
-    """Check (source, destination) block pairs in host memory.
+    """Check (source, destination) block pairs if they are in host memory.
 
-    same_pool: sources and destinations are blocks of one cache, so that a destination may not be
-    the source of another pair.
+    same_pool: sources and destinations are blocks of one cache. Then a destination must not be the
+    source of another pair.
     """
     if not src_to_dst.is_cpu:
         return

@@ -28,10 +28,10 @@ def _copy_blocks_kernel(
     RUN: tl.constexpr, INNER_RUNS: tl.constexpr, TILE: tl.constexpr,
     DTYPE: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (num_pairs * CHUNKS, planes).
+    """One program: one chunk of one pair in one plane. Grid (num_pairs * CHUNKS, planes).
 
     ALIGNMENT 0: planes_ptr is a tensor (2, num_layers, num_blocks, ...). Otherwise planes_ptr holds
-    the address of every plane, each a multiple of ALIGNMENT.
+    the address of every plane. All addresses are multiples of ALIGNMENT.
     """
     chunk = tl.program_id(0) % CHUNKS
     pair = (tl.program_id(0) // CHUNKS).to(tl.int64)
@@ -55,9 +55,9 @@ def _copy_blocks_kernel(
 
 @functools.cache
 def _pointer_table(addresses: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Addresses as an int64 tensor on the device.
+    """Return addresses as an int64 tensor on the device.
 
-    Cached for the life of the process (8 bytes per address): a captured CUDA graph may refer to it.
+    The tensor stays cached (8 bytes per address) because a captured CUDA graph may refer to it.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -70,7 +70,7 @@ def _pointer_table(addresses: tuple[int, ...], device: torch.device) -> torch.Te
 
 @functools.cache
 def _tensors(num_planes: int) -> TensorSpec:
-    """Declare the planes, or the one tensor that has all of them, and the pairs."""
+    """Declare the planes (or the one tensor of all planes) and the pairs."""
     if num_planes == 1:
         return TensorSpec(
             Arg("caches", block_layout.LAYERS_DIMS, block_layout.CACHE_DTYPES, written=True),
@@ -131,8 +131,8 @@ def copy_blocks(
 ) -> None:
     """Copy whole blocks of a paged KV cache, K and V of every layer, in place and in one launch.
 
-    The copy-on-write of PagedAttention (Kwon et al., 2023): a sequence that appends to a block it
-    shares gets a copy of its own first.
+    This is the copy-on-write of PagedAttention (Kwon et al., 2023): before a sequence appends to a
+    shared block, it gets its own copy of the block.
 
     Args:
         caches: (2, num_layers, num_blocks, block_size, num_kv_heads, head_dim), K and V of all
@@ -143,16 +143,15 @@ def copy_blocks(
         src_to_dst: (num_pairs, 2) int64 on the caches' device: source and destination block. A pair
             with a negative number is skipped (padding of a captured graph). A pair of a block with
             itself does nothing. Pairs are copied in no order, so a destination must not be the
-            destination or the source of another pair: split dependent copies over several calls. On
-            a GPU such a destination is left with undefined contents; no other block is affected.
+            destination or the source of another pair: split dependent copies into several calls. On
+            a GPU such a destination gets undefined contents. No other block is affected.
 
     Mutates the destination blocks. Returns None. Without pairs nothing is launched.
 
     Raises:
-        ValueError: a shape, dtype, device or stride that does not fit; if src_to_dst lies in host
-            memory also a block past the end, or pairs that depend on one another. Nothing is copied
-            then.
-        RuntimeError: a first call with a list of caches inside a CUDA graph capture.
+        ValueError: a shape, dtype, device or stride does not fit. If src_to_dst is in host memory
+            also: a block is past the end, or pairs depend on one another. Nothing is copied then.
+        RuntimeError: the first call with a list of caches is inside a CUDA graph capture.
     """
     if isinstance(caches, torch.Tensor):
         _copy_blocks([caches], src_to_dst)

@@ -1,4 +1,4 @@
-"""The fence that Triton before 3.7.1 leaves out on sm_90 and sm_100, see docs/kernel-tuning.md."""
+"""Add the fence that Triton before 3.7.1 omits on sm_90 and sm_100, see docs/kernel-tuning.md."""
 
 import re
 from dataclasses import replace
@@ -9,10 +9,10 @@ from triton.backends import backends
 
 
 def fence_copies(ptx: str) -> str:
-    """PTX with a fence after each wait for asynchronous copies, if its products are asynchronous.
+    """If PTX has asynchronous products, add a fence after each wait for asynchronous copies.
 
-    Such products read shared memory through the async proxy, copies write it through the generic
-    proxy. Each thread fences its own copies before the barrier that hands them to the products.
+    These products read shared memory through the async proxy, but copies write it through the
+    generic proxy. Each thread fences its copies before the barrier that precedes the products.
     """
     if not re.search(r"\b(wgmma\.mma_async|tcgen05\.mma)\b", ptx):
         return ptx
@@ -21,7 +21,7 @@ def fence_copies(ptx: str) -> str:
 
 
 def add_fences() -> None:
-    """Make Triton before 3.7.1 add the fence to all that this process compiles for NVIDIA GPUs."""
+    """Make Triton before 3.7.1 add the fence to all kernels compiled for NVIDIA GPUs."""
     version = tuple(map(int, re.findall(r"\d+", triton.__version__)[:3]))
     nvidia: Any = backends.get("nvidia")
     if version >= (3, 7, 1) or not nvidia or nvidia.compiler.__name__ == "FencedBackend":

@@ -1,11 +1,11 @@
 """Conversion between fp8 KV caches and the kernels' operands.
 
 An fp8 cache holds x / scale as e4m3 numbers (OCP: bias 7, largest 448, no infinity, NaN 0x7f and
-0xff). K and V each have a scale, for all heads or per KV head. Storing saturates, so no finite
-number becomes NaN. A scale is constant within a program: the K scale is folded into the scale of
-the scores, the V scale into the output, so tiles only need conversion.
+0xff). K and V each have one scale for all heads, or one per KV head. Storing saturates, so no
+finite number becomes NaN. A scale is constant within a program, so the K scale is multiplied into
+the scale of the scores and the V scale into the output. Tiles only need conversion.
 
-Kernels take such a cache as uint8. GPUs from sm_89 on convert with an instruction. Elsewhere Triton
+Kernels get such a cache as uint8. On sm_89 and later an instruction converts e4m3. Elsewhere Triton
 has no e4m3 type, and integer operations give the same result.
 """
 
@@ -20,7 +20,7 @@ from kernels.primitives import INTERPRETED
 
 @triton.jit
 def load_scale(scale, kv_heads, stride):
-    """Scale of KV heads: a number (stride None), or loaded from memory (stride 0 or 1)."""
+    """Return the scale of KV heads: a number (stride None), or load it (stride 0 or 1)."""
     if stride is None:
         return scale
     else:
@@ -29,12 +29,12 @@ def load_scale(scale, kv_heads, stride):
 
 @triton.jit
 def e4m3_to_float(bits, dtype: tl.constexpr):
-    """e4m3 numbers, uint8, to fp16, bf16 or fp32, exactly."""
+    """Convert e4m3 numbers (uint8) to fp16, bf16 or fp32. The result is exact."""
     if not INTERPRETED and cuda_capability_geq(8, 9):
         x = bits.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     else:
-        # With exponent and mantissa where fp16 (bias 15) has them, the value is x / 256, also for
-        # subnormal numbers. NaN gives 1.875; only that overflows when multiplied by 36000.
+        # Bits moved to fp16's exponent (bias 15) and mantissa mean x / 256, also for subnormal
+        # numbers. NaN gives 1.875, the only value that overflows when multiplied by 36000.
         if not INTERPRETED and is_cuda():
             x = bits.to(tl.float8e4b15, bitcast=True).to(tl.float16)  # four at a time
         else:
@@ -49,14 +49,14 @@ def e4m3_to_float(bits, dtype: tl.constexpr):
 
 @triton.jit
 def float_to_e4m3(x):
-    """fp32 to e4m3, uint8: to nearest even, saturating at 448 in magnitude; NaN stays NaN."""
+    """Convert fp32 to e4m3 (uint8): to nearest even, saturating at +-448. NaN stays NaN."""
     if not INTERPRETED and cuda_capability_geq(9, 0):  # on sm_89 Triton would round twice
         return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
         magnitude = tl.minimum(tl.abs(x), 448.0)
         bits = magnitude.to(tl.int32, bitcast=True)
         normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-        # Near 2^14 fp32 numbers are 2^-9 apart, like the subnormal e4m3 numbers.
+        # fp32 numbers near 2^14 are 2^-9 apart, and so are subnormal e4m3 numbers.
         subnormal = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
         code = tl.where(magnitude < 0.015625, subnormal, normal)
         code = tl.where(x == x, code, 0x7F)
@@ -67,9 +67,9 @@ def float_to_e4m3(x):
 def _once(x):
     """Return x, converted once before warps share it.
 
-    mma.sync takes its operands from registers, and Triton would let each warp fetch and convert all
-    bytes it needs. It moves no conversion past an instruction that may have side effects, as this
-    one. From sm_90 on operands lie in shared memory, and each thread converts only its part.
+    mma.sync reads operands from registers, and Triton would let each warp fetch and convert all
+    bytes that it needs. Triton moves no conversion past an instruction that may have side effects,
+    like this mov. From sm_90, operands are in shared memory, and threads convert only their part.
     """
     if not INTERPRETED and is_cuda() and not cuda_capability_geq(9, 0):
         pack: tl.constexpr = 32 // x.dtype.primitive_bitwidth
@@ -80,9 +80,9 @@ def _once(x):
 
 @triton.jit
 def from_cache(x, dtype: tl.constexpr, ONCE: tl.constexpr = False):
-    """Elements of a cache as operands of `dtype`, before the scale of an fp8 cache is applied.
+    """Convert elements of a cache to operands of `dtype`, without applying the fp8 scale.
 
-    ONCE: convert once instead of in each warp, which pays where many warps need all elements.
+    ONCE: convert once, not in every warp. This pays if many warps need all elements.
     """
     if x.dtype == tl.uint8:
         x = e4m3_to_float(x, dtype)
@@ -93,8 +93,8 @@ def from_cache(x, dtype: tl.constexpr, ONCE: tl.constexpr = False):
 
 @triton.jit
 def values_from_cache(x, dtype: tl.constexpr, ONCE: tl.constexpr = False):
-    """`from_cache` for values. bf16 queries get fp16 values: e4m3 to fp16 takes a quarter of the
-    instructions, and fp16 holds the weights, from 0 to 1, more precisely than bf16."""
+    """`from_cache` for values. With bf16 queries, values become fp16: e4m3 to fp16 takes a quarter
+    of the instructions, and fp16 represents weights (0 to 1) more precisely than bf16."""
     if x.dtype == tl.uint8 and dtype == tl.bfloat16:
         return from_cache(x, tl.float16, ONCE)
     else:
@@ -103,11 +103,11 @@ def values_from_cache(x, dtype: tl.constexpr, ONCE: tl.constexpr = False):
 
 @triton.jit
 def queries_for_cache(q, k_ptr):
-    """Queries in the dtype that keys are converted to, and the unit of their scores.
+    """Return queries in the dtype that keys are converted to, and the unit of their scores.
 
-    For an fp8 cache bf16 queries become fp16, as e4m3 to fp16 takes a quarter of the instructions.
-    The unit is a power of two that scales the largest finite query of the tile to about 2^14.
-    Queries down to 2^-31 of the largest are then exact.
+    For an fp8 cache bf16 queries become fp16: e4m3 to fp16 takes a quarter of the instructions.
+    Queries are divided by the unit, a power of two, so that the tile's largest finite element
+    becomes about 2^14. Elements down to 2^-31 of the largest are then exact.
     """
     if k_ptr.dtype.element_ty == tl.uint8 and q.dtype == tl.bfloat16:
         magnitude = tl.abs(q.to(tl.float32))
@@ -122,7 +122,7 @@ def queries_for_cache(q, k_ptr):
 
 @triton.jit
 def value_ptrs(ptrs, PAIRED: tl.constexpr):
-    """Pointers to rows of values; if PAIRED, to pairs of one-byte elements."""
+    """Return pointers to rows of values. If PAIRED, they point to pairs of one-byte elements."""
     if PAIRED:
         return ptrs.to(tl.pointer_type(tl.uint16))
     else:
@@ -131,10 +131,10 @@ def value_ptrs(ptrs, PAIRED: tl.constexpr):
 
 @triton.jit
 def values_of_pairs(pairs, dtype: tl.constexpr):
-    """Split uint16 pairs of values into elements 0, 2, ... and 1, 3, ..., both converted.
+    """Split uint16 pairs of values into elements 0, 2, ... and 1, 3, ..., and convert both.
 
-    mma.sync needs values transposed between shared memory and registers. The instruction for that
-    moves two-byte elements; single bytes would be loaded one by one.
+    mma.sync needs values transposed between shared memory and registers. The transposing load moves
+    two-byte elements; one-byte elements would be loaded one by one.
     """
     even = values_from_cache((pairs & 0xFF).to(tl.uint8), dtype)
     odd = values_from_cache((pairs >> 8).to(tl.uint8), dtype)
@@ -143,8 +143,8 @@ def values_of_pairs(pairs, dtype: tl.constexpr):
 
 @triton.jit
 def to_cache(x, scale, dtype: tl.constexpr):
-    """Convert rows to the `dtype` of a cache. scale: of an fp8 cache (uint8): a number, one for
-    each row, or None for 1."""
+    """Convert rows to the `dtype` of a cache. scale: an fp8 cache's scale: number, [rows] or
+    None."""
     if dtype == tl.uint8:
         x = x.to(tl.float32)
         if scale is not None:
@@ -155,12 +155,12 @@ def to_cache(x, scale, dtype: tl.constexpr):
 
 
 def cache_argument(cache: torch.Tensor) -> torch.Tensor:
-    """The tensor that kernels take for a cache: fp8 as uint8."""
+    """Return the tensor that kernels get for a cache. An fp8 cache is viewed as uint8."""
     return cache.view(torch.uint8) if cache.dtype == FP8_DTYPE else cache
 
 
 def byte_strides(cache: torch.Tensor) -> list[int]:
-    """Bytes from a block, slot and head of a cache to the next."""
+    """Return a cache's strides over blocks, slots and heads in bytes."""
     return [stride * cache.itemsize for stride in cache.stride()[:3]]
 
 
@@ -174,7 +174,7 @@ def has_value_pairs(v_cache: torch.Tensor) -> bool:
 
 
 def scale_arguments(scale: Scale) -> tuple[torch.Tensor | float | None, int | None]:
-    """The kernel arguments of a checked scale: itself, and for a tensor its stride per head."""
+    """Return a checked scale's kernel arguments: the scale, and a tensor's stride per head."""
     if isinstance(scale, torch.Tensor):
         return scale, int(scale.numel() > 1)
     return None if scale is None else float(scale), None

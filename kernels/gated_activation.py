@@ -1,7 +1,7 @@
 """The gate of a decoder's MLP: activation(gate) * up, SwiGLU or GeGLU (Shazeer, 2020).
 
 Gate and up may be the two halves of a fused projection's rows (vLLM's silu_and_mul). The activated
-gate never goes to memory. Computed in fp32 and rounded once.
+gate is never written to memory. The op computes in fp32 and rounds once.
 """
 
 import torch
@@ -59,7 +59,7 @@ def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> t
         A new contiguous tensor shaped like gate.
 
     Raises:
-        ValueError: a shape, dtype, device or stride that does not fit, or another activation.
+        ValueError: a shape, dtype, device or stride does not fit, or the activation is unknown.
     """
     _TENSORS(gate, up)
     if activation not in ACTIVATIONS:

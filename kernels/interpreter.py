@@ -1,7 +1,7 @@
-"""A faster interpreter: patches that avoid repeated work in Triton's own.
+"""Patches of Triton's interpreter that avoid repeated work.
 
 Without a GPU, kernels run in Triton's interpreter, where Python overhead per operation dominates.
-The patches remove about two thirds of the time on these kernels and change no result.
+The patches remove about two thirds of these kernels' time and do not change results.
 """
 
 import functools
@@ -19,7 +19,7 @@ _PATCHED_NOTHING = SimpleNamespace(restore=lambda: None)
 
 @functools.cache
 def _languages(fn: Callable) -> tuple:
-    """The modules of triton.language that an interpreted function can see."""
+    """Return the modules of triton.language that an interpreted function can see."""
     visible = [value for value in fn.__globals__.values() if inspect.ismodule(value)]
     return tuple(language for language in (tl, tl.core) if language in visible)
 
@@ -27,8 +27,8 @@ def _languages(fn: Callable) -> tuple:
 def _once_per_launch(patch_lang: Callable) -> Callable:
     """Patch triton.language once per launch.
 
-    A launch replaces the language's operations until it ends. Calls of device functions within it
-    need not go through all members of the language again.
+    A launch replaces the language's operations until it ends. Without this wrapper, every call of a
+    device function in the launch would visit all members of the language again.
     """
 
     @functools.wraps(patch_lang)
@@ -40,7 +40,7 @@ def _once_per_launch(patch_lang: Callable) -> Callable:
 
 
 def _by_name(get_np_dtype: Callable) -> Callable:
-    """Cache dtype look-ups by name; Triton builds a table of all dtypes for each."""
+    """Cache dtype look-ups by name; Triton builds a table of all dtypes for each look-up."""
     known = {}
 
     @functools.wraps(get_np_dtype)
@@ -60,5 +60,5 @@ def hasten() -> None:
             setattr(interpreter, name, hastened(getattr(interpreter, name)))
     builder = interpreter.interpreter_builder
     if hasattr(builder.options, "sanitize_overflow"):
-        # Without `debug` overflows are not reported, yet each sum and product would be checked.
+        # Without `debug`, Triton checks each sum and product for overflow but reports nothing.
         builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)

@@ -1,9 +1,9 @@
-"""Kernel launches, and how an op repeats the launches of an equal call without the host's work.
+"""Kernel launches. An op repeats the launches of an equal earlier call without the host's work.
 
 Argument checks, the choice of tiles and Triton's search for the compiled kernel take longer than
-the driver's launch. They depend only on the layouts of the tensors (shape, strides, dtype, device,
-address modulo 16) and on numbers. So an op records the kernels that a call launches,
-and launches them again on the tensors of an equal call.
+the driver's launch. These three steps depend only on numbers and on the layouts of tensors (shape,
+strides, dtype, device, address modulo 16). So an op records the kernels that a call launches, and
+launches them again on the tensors of an equal call.
 """
 
 import threading
@@ -18,14 +18,14 @@ from kernels import tiles
 from kernels.primitives import INTERPRETED
 
 _CAPACITY = 1024
-"""Calls that an op remembers. When it is full, it forgets all of them."""
+"""Maximum number of calls that an op remembers. At this number it forgets all calls."""
 _ALIGNMENT = 16
-"""Triton compiles for pointers that are a multiple of this, or for any pointer."""
+"""Triton compiles a kernel for pointers that are multiples of this number, or for any pointers."""
 _recording = threading.local()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """Launch a kernel, `kernel[grid](*args, **constants)`. Other launches are not remembered."""
+    """Launch `kernel[grid](*args, **constants)`. Only launches by this function are remembered."""
     compiled = kernel[grid](*args, **constants)
     launches = getattr(_recording, "launches", None)
     if launches is not None:
@@ -35,11 +35,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
 
 
 def remembered(launcher: Callable[..., Any]) -> Callable[..., Any]:
-    """A function like an op's launcher, which repeats what an equal call has launched.
+    """Wrap an op's launcher: a call equal to an earlier call repeats the earlier call's launches.
 
-    The launcher may pass to kernels and return its own arguments, views of them as another dtype,
-    and new tensors without values. It must not compute with PyTorch, nor call another such
-    function. Errors are not remembered.
+    The launcher may pass to kernels, and return, only its arguments, views of arguments as another
+    dtype, and new uninitialised tensors. It must not compute with PyTorch or call another
+    remembered function. Errors are not remembered.
     """
     repeats: dict[tuple, Callable[[list], Any] | None] = {}
 
@@ -68,7 +68,7 @@ def remembered(launcher: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _layout(value: object) -> tuple:
-    """The properties of an argument that the host's work for a call depends on."""
+    """Return the properties of an argument on which the host's work for a call depends."""
     if isinstance(value, torch.Tensor):
         address = value.data_ptr() % _ALIGNMENT
         return value.shape, value.stride(), value.dtype, value.device, address
@@ -76,11 +76,11 @@ def _layout(value: object) -> tuple:
 
 
 def _repeat(values: list[Any], launches: list, result: Any) -> Callable[[list], Any] | None:
-    """A function that launches the same kernels on other values with the same layouts, and returns
-    the call's results. None if arguments share memory, or parts of them are passed on.
+    """Return a function that launches the same kernels on other values with the same layouts, and
+    returns the call's results. None if arguments share memory or a kernel gets a part of one.
 
-    It picks the arguments of each launch from a pool: the values, new tensors, constants. A kernel
-    takes a view as another dtype by its address alone.
+    The function picks each launch's arguments from a pool of values, new tensors and constants. For
+    a view as another dtype it passes the viewed argument, because kernels use only the address.
     """
     new: list[torch.Tensor] = []
     constants: list[Any] = []
@@ -120,5 +120,5 @@ def _repeat(values: list[Any], launches: list, result: Any) -> Callable[[list], 
 
 
 def _memory(x: torch.Tensor) -> tuple:
-    """The elements in memory that a tensor has."""
+    """Return a key for the memory elements that a tensor covers."""
     return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()

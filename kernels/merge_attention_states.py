@@ -1,11 +1,11 @@
 """Combine two partial attentions of the same queries over disjoint sets of keys.
 
-With the LSE of both parts, softmax attention over the union of the keys is
+With the LSE of both parts, attention over the union of the keys is
 
     m = max(lse_a, lse_b)    w = exp(lse - m)
     out = (w_a out_a + w_b out_b) / (w_a + w_b)    lse = m + log(w_a + w_b)
 
-A part with weight 0 is not read, so the output of an empty part may hold anything.
+A part with weight 0 is not read, so the output of an empty part may have any value.
 """
 
 import torch
@@ -82,25 +82,25 @@ def _fake(out_a, lse_a, out_b, lse_b):
 def merge_attention_states(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the union of two disjoint sets of keys, from the attention over each.
+    """Compute attention over the union of two disjoint sets of keys from the attention over each
+    set.
 
-    The recursion behind flash-decoding, cascade (Hydragen, Juravsky et al., 2024) and ring
-    attention.
+    Flash-decoding, cascade (Hydragen, Juravsky et al., 2024) and ring attention use this recursion.
 
     Args:
         out_a, out_b: (num_tokens, num_heads, head_dim), fp16, bf16 or fp32, both of one dtype, any
             strides on the first two dimensions. Rows whose LSE is -inf are not read.
-        lse_a, lse_b: (num_tokens, num_heads), natural log, fp32, any strides, so that flash-attn's
-            (num_heads, num_tokens) can be passed transposed. -inf marks a part without keys, and so
-            does +inf, which flash-attn reports.
+        lse_a, lse_b: (num_tokens, num_heads), natural log, fp32. Any strides, so that flash-attn's
+            (num_heads, num_tokens) can be passed transposed. -inf, or flash-attn's +inf, marks a
+            part without keys.
 
     Returns:
-        out, shape and dtype of out_a, contiguous, and lse, (num_tokens, num_heads) fp32. Computed
-        in fp32. Where both parts are empty: zeros and -inf. With attention sinks, include them in
-        exactly one of the two parts.
+        (out, lse): out is contiguous with the shape and dtype of out_a; lse is (num_tokens,
+        num_heads) fp32. Both are computed in fp32. If both parts are empty, they are 0 and -inf.
+        With attention sinks, include the sinks in exactly one of the two parts.
 
     Raises:
-        ValueError: a shape, dtype, device or stride that does not fit.
+        ValueError: a shape, dtype, device or stride does not fit.
     """
     _TENSORS(out_a, lse_a, out_b, lse_b)
     num_tokens, num_heads, head_dim = out_a.shape

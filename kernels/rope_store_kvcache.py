@@ -1,7 +1,7 @@
 """Rotate the queries and keys of new tokens and write keys and values into their cache slots.
 
-One launch does all of a decoder layer's work between its QKV projection and attention. Keys,
-rotated and if need be normalised, go straight into the cache. See `add_rms_norm` for the
+One launch does all of a decoder layer's work between its QKV projection and attention. Rotated (and
+optionally normalised) keys are written directly into the cache. See `add_rms_norm` for the
 norm, `apply_rotary_embedding` for the rotation and `store_kvcache` for the slots.
 """
 
@@ -45,7 +45,7 @@ def _rope_store_kvcache_kernel(
     ROTARY_DIM: tl.constexpr, HALF_PADDED: tl.constexpr,
     TILE_ROWS: tl.constexpr, INTERLEAVED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: TILE_ROWS rows (token, head) of the keys and values, or of the queries.
+    """One program: TILE_ROWS rows, (token, head) pairs, of keys and values, or of queries.
 
     The programs for keys and values come first.
     """
@@ -126,15 +126,15 @@ def rope_store_kvcache(
         k_cache, v_cache: (num_blocks, block_size, num_kv_heads, head_dim), in the dtype of key or
             fp8 e4m3, any strides but a contiguous last dimension.
         slot_mapping: (num_slots,) int32 or int64; slot = block_id * block_size + offset of token i.
-            A negative slot is skipped; with num_slots < num_tokens the remaining keys and values
-            are not written. Slots must differ from one another.
+            A negative slot is skipped. If num_slots < num_tokens, the remaining keys and values are
+            not written. Slots must differ from one another.
         positions: (num_tokens,) int32 or int64, the row of cos and sin for each token.
         cos, sin: (num_positions, rotary_dim / 2), any float dtype; rotary_dim <= head_dim. Products
             are computed in fp32.
         interleaved: pairs are (2 i, 2 i + 1) instead of (i, i + rotary_dim / 2).
-        k_scale, v_scale: of an fp8 cache, see `store_kvcache`. Rotated keys are rounded to their
-            own dtype first, so the result equals rotating and storing in separate calls.
-        q_norm_weight, k_norm_weight: (head_dim,), any float dtype: weights of an RMSNorm over each
+        k_scale, v_scale: scales of an fp8 cache, see `store_kvcache`. Rotated keys are first
+            rounded to the dtype of key, so the result equals separate calls that rotate and store.
+        q_norm_weight, k_norm_weight: (head_dim,), any float dtype. Weights of an RMSNorm of each
             head of query and key before the rotation (QK-norm: Qwen3, Gemma 3). None: no norm.
             Normalised values are rounded before they are rotated.
         norm_eps, norm_offset: eps and offset of both norms, see `add_rms_norm`.
@@ -142,9 +142,9 @@ def rope_store_kvcache(
     Mutates query, k_cache and v_cache, but not key. Returns None.
 
     Raises:
-        ValueError: a shape, dtype, device or stride that does not fit; for tensors in host memory
-            also a slot past the end of the cache or a position outside cos. Nothing is written
-            then.
+        ValueError: a shape, dtype, device or stride does not fit. For tensors in host memory also:
+            a slot is past the end of the cache, or a position is not a row of cos. Nothing is
+            written then.
     """
     sizes = _TENSORS(
         k_cache, v_cache, k_scale, v_scale, key, value, slot_mapping, query, positions, cos, sin,

@@ -44,24 +44,24 @@ def slot_mapping_from_positions(
 ) -> torch.Tensor:
     """Compute the cache slots of tokens from their positions and sequences.
 
-    It runs where the block tables are, so a model runner needs no slot mapping from the host, and a
-    captured CUDA graph can advance its own positions.
+    The op runs on the block tables' device. So a model runner needs no slot mapping from the host,
+    and a captured CUDA graph can advance its own positions.
 
     Args:
         positions: (num_tokens,) int32 or int64, the token's position in its sequence. Negative
             positions are padding.
         block_tables: (num_seqs, max_blocks) int32, any stride between rows.
-        seq_ids: (num_tokens,) int32 or int64, the token's row in block_tables; not read where the
+        seq_ids: (num_tokens,) int32 or int64, the token's row in block_tables. Not read if the
             position is negative.
         block_size: token slots per block.
 
     Returns:
-        (num_tokens,) int64: block_id * block_size + offset, or -1, which store_kvcache skips, for a
-        negative position, a position past the table and a negative table entry.
+        (num_tokens,) int64: block_id * block_size + offset, or -1 for a negative position, a
+        position past the table or a negative table entry. store_kvcache skips -1.
 
     Raises:
-        ValueError: a shape, dtype, device or stride that does not fit; for tensors in host memory
-            also a position past the table or a seq_id outside it.
+        ValueError: a shape, dtype, device or stride does not fit. For tensors in host memory also:
+            a position is past the table, or a seq_id is not a row of it.
     """
     num_tokens = _TENSORS(positions, block_tables, seq_ids).num_tokens
     block_size = check_integer("block_size", block_size, 1)

@@ -1,8 +1,8 @@
 """Write the keys and values of new tokens into their cache slots.
 
-A row is the head_dim elements of one (token, head). A program moves a tile of rows, K and V
-together. Rows of neighbouring heads are adjacent in memory, in a fused QKV projection and in the
-cache, so a tile is read and written in long runs whatever the strides between tokens.
+A row is the head_dim elements of one (token, head) pair. A program copies a tile of rows of K and
+of V. Rows of neighbouring heads are adjacent both in a fused QKV projection and in the cache. So a
+tile is read and written in long runs, whatever the strides between tokens.
 """
 
 import torch
@@ -71,7 +71,7 @@ def store_kvcache(
 ) -> None:
     """Write the keys and values of new tokens into a paged KV cache, in place.
 
-    The scatter that PagedAttention systems run ahead of attention (vLLM's reshape_and_cache).
+    PagedAttention systems run this scatter before attention (vLLM's reshape_and_cache).
 
     Args:
         key, value: (num_tokens, num_kv_heads, head_dim), any strides on the first two dimensions,
@@ -81,15 +81,15 @@ def store_kvcache(
         slot_mapping: (num_slots,) int32 or int64; slot = block_id * block_size + offset of token i.
             A negative slot is skipped. With num_slots < num_tokens (padding of a captured graph)
             the remaining tokens are not written. Slots must differ from one another.
-        k_scale, v_scale: for an fp8 cache, which then holds x / scale, computed in fp32, rounded to
-            nearest even and saturated at +-448: a number, or an fp32 tensor of one or num_kv_heads
-            elements. None for 1.
+        k_scale, v_scale: a number, or an fp32 tensor with one or num_kv_heads elements, or None for
+            1. An fp8 cache stores x / scale, computed in fp32, rounded to nearest even and
+            saturated at +-448.
 
     Mutates k_cache and v_cache. Returns None.
 
     Raises:
-        ValueError: a shape, dtype, device or stride that does not fit; if slot_mapping lies in host
-            memory also a slot past the end of the cache. Nothing is written then.
+        ValueError: a shape, dtype, device or stride does not fit. If slot_mapping is in host memory
+            also: a slot is past the end of the cache. Nothing is written then.
     """
     sizes = _TENSORS(k_cache, v_cache, k_scale, v_scale, key, value, slot_mapping)
     check_scales(k_scale, v_scale, k_cache)
