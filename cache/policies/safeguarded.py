@@ -15,9 +15,8 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
     The safeguard simulates the same pool under LRU, including blocks without content.  *Balance* =
     hits - LRU's hits + ``budget`` x references, at most the capacity.  *Missing* = number of blocks
     that LRU holds and the pool does not.  A victim of ``policy`` is set aside with the blocks that
-    continue it.  A set-aside leaf that LRU has evicted is evicted first.  Without such a leaf,
-    another set-aside leaf is evicted if missing + 1 <= balance; otherwise ``policy`` names the next
-    victim.
+    continue it.  Set-aside leaves that LRU has evicted are evicted first.  Without them, another
+    set-aside leaf is evicted if missing + 1 <= balance; otherwise ``policy`` names the next victim.
 
     The bound is proven after every request, for serial replay of traces whose ids are unique to
     their prefix and for managers that serve one request at a time (docs/eviction-study.md lists all

@@ -12,7 +12,7 @@ class WorkloadAware(LeafPolicy):
     """The policy of "KVCache Cache in the Wild" (Wang et al., USENIX ATC 2025).
 
     Return times in a category are modelled as exponential.  This gives each block a probability of
-    reuse within the time that blocks stay in the cache. The block with the smallest probability is
+    reuse within the time that blocks stay in the cache.  The block with the smallest probability is
     evicted; ties: the deeper block.  Within a category this is the least recently used block, so an
     eviction compares one block per category.
 
