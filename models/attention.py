@@ -49,7 +49,7 @@ class AttentionMetadata:
     max_seqlen_q: int
     """Largest number of queries of a sequence; 1 when decoding."""
     max_context_len: int
-    """Upper bound of context_lens."""
+    """Largest of context_lens, or an upper bound of them."""
     parts: tuple[AttentionMetadata, ...] = ()
     """Parts of a batch that mixes sequences with one, few and many queries; else empty."""
 
@@ -63,8 +63,8 @@ class AttentionBackend:
     has_fp8_cache: bool = True
     """Whether the cache may be fp8 e4m3."""
     captured_multiple: int
-    """CUDA graphs can capture decoding if the block size is a multiple of this number.  0: never,
-    because the host reads lengths."""
+    """CUDA graphs can capture decoding if the block size is a multiple of this number.  0: they
+    cannot, because the host reads lengths."""
 
     def __call__(
         self,
@@ -157,7 +157,7 @@ class TorchBackend(AttentionBackend):
     captured_multiple = 0
 
     def __init__(self) -> None:
-        self._metadata: AttentionMetadata | None = None  # a new object in each forward pass
+        self._metadata: AttentionMetadata | None = None  # each forward pass has a new object
         self._gathers: dict[int | None, list[Any]] = {}
         """Results of ``_gathers`` for the metadata, by window size; layers share them."""
 
@@ -171,7 +171,7 @@ class TorchBackend(AttentionBackend):
         if k_cache.itemsize == 1:
             key, value = self.ops.quantise(key, k_scale), self.ops.quantise(value, v_scale)
         for cache, new in ((k_cache, key), (v_cache, value)):
-            if cache.itemsize == 1:  # index_copy_ has no fp8: copy the bytes
+            if cache.itemsize == 1:  # index_copy_ does not support fp8: copy the bytes
                 cache, new = cache.view(torch.uint8), new.view(torch.uint8)
             slots = cache.view(-1, *cache.shape[2:])
             slots.index_copy_(0, metadata.slot_mapping, new.to(cache.dtype))
@@ -296,7 +296,7 @@ def _attend_causally(
         seen = None
         if end - start > 1:
             shape = (end - start, some.stop - some.start)
-            last = num_before + start - some.start  # key of the first query
+            last = num_before + start - some.start  # the last key that the first query sees
             seen = torch.ones(shape, dtype=torch.bool, device=queries.device)
             seen = seen.tril(last).triu(last - window_size + 1)
         parts.append(
@@ -336,7 +336,7 @@ class FlashAttnBackend(AttentionBackend):
 
     name = "flash_attn"
     has_fp8_cache = False
-    captured_multiple = page_multiple = 256  # otherwise each layer copies the longest context
+    captured_multiple = page_multiple = 256  # else each layer of a graph would copy max_context_len
 
     def __init__(self) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Read the shape and constants of a decoder from a Hugging Face config.json (ModelConfig)."""
+"""ModelConfig: shape and constants of a decoder, which are read from a config.json."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Family:
     scaled_embeddings: bool = False
     """Embeddings are multiplied by sqrt(hidden_size)."""
     has_window: Callable[[Mapping[str, Any], int], bool] | None = None
-    """Whether a layer has a window if config.json has no layer_types.  None: no layer has one."""
+    """Whether a layer has a window if config.json lacks layer_types.  None: no layer has one."""
     has_rope: Callable[[Mapping[str, Any], int], bool] = lambda fields, layer: True
     """Whether queries and keys of a layer are rotated."""
     rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
@@ -120,7 +120,7 @@ FAMILIES: dict[str, Family] = {
     "Phi3ForCausalLM": Family(
         defaults=_DEFAULTS | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
         has_window=lambda fields, layer: True,
-        rope_types=("default",),  # "yarn" means LongRoPE here
+        rope_types=("default",),  # Phi-3's "yarn" is LongRoPE, which is not supported
     ),
     "GemmaForCausalLM": Family(defaults=_GEMMA, unit_offset_norms=True, scaled_embeddings=True),
     "Gemma2ForCausalLM": Family(
@@ -171,8 +171,8 @@ class RopeScaling:
     """Scaling of RoPE's frequencies for contexts longer than in pre-training.
 
     The fields are transformers' ``rope_parameters``.  ``linear`` divides all frequencies by
-    ``factor``.  ``llama3`` (Llama 3.1) and ``yarn`` (Peng et al., 2023) divide low frequencies.
-    _ROPE_FIELDS lists the fields that each type reads; it ignores the rest.
+    ``factor``.  ``llama3`` (Llama 3.1) and ``yarn`` (Peng et al., 2023) divide low frequencies.  A
+    type ignores the fields that _ROPE_FIELDS does not list for it.
     """
 
     rope_type: str
@@ -319,7 +319,7 @@ class ModelConfig:
     @property
     def max_positions(self) -> int:
         """Longest sequence, as in vLLM: max_position_embeddings times the factor of linear scaling.
-        Gemma 3's checkpoints give this product as max_position_embeddings."""
+        In Gemma 3's checkpoints max_position_embeddings already includes this factor."""
         if "rope_local_base_freq" in self.family.reads:
             return self.max_position_embeddings
         scalings = [rope.scaling for rope in self.ropes if rope is not None and rope.scaling]
@@ -333,7 +333,7 @@ class ModelConfig:
     def kv_block_bytes(
         self, block_size: int, dtype: torch.dtype, *, tensor_parallel_size: int = 1
     ) -> int:
-        """Bytes that one block of ``block_size`` tokens takes on one rank: K and V, all layers."""
+        """Bytes of K and V of all layers on one rank for a block of ``block_size`` tokens."""
         return block_bytes(
             block_size=block_size, num_layers=self.num_layers,
             num_kv_heads=self.num_kv_heads, head_dim=self.head_dim,
@@ -408,7 +408,7 @@ class ModelConfig:
         activation = "hidden_activation" if "hidden_activation" in family.reads else "hidden_act"
         hidden_act = get[activation]
         if architecture == "GemmaForCausalLM" and hidden_act == "gelu":
-            hidden_act = "gelu_pytorch_tanh"  # misnamed in published checkpoints
+            hidden_act = "gelu_pytorch_tanh"  # published checkpoints give the wrong name
         if (scalar := get.get("query_pre_attn_scalar")) is not None:
             _positive("query_pre_attn_scalar", scalar)
         read = {
@@ -532,8 +532,8 @@ def _windows(
 
 
 def _ropes(fields: Mapping[str, Any], layers: list[str], family: Family) -> tuple[Rope | None, ...]:
-    """RoPE of each layer, or one item for all layers.  Reads the fields of transformers 4 and 5; if
-    both are present, the field that transformers 5 prefers counts."""
+    """RoPE of each layer, or one item for all layers.  Reads the fields of transformers 4 and 5.
+    If both are present, reads the field that transformers 5 prefers."""
     scaling, parameters = (
         _json_object(name, fields.get(name, {})) for name in ("rope_scaling", "rope_parameters")
     )

@@ -1,7 +1,7 @@
 """Decode steps as CUDA graphs: one launch replays all kernels of a step.
 
-Graphs are captured for some batch sizes.  A batch uses the smallest graph that holds it; padding
-rows fill the rest.  They have negative slots and empty contexts, so nothing is stored or attended.
+Graphs are captured for some batch sizes.  A batch uses the smallest graph that holds it.  Padding
+rows fill the rest; with negative slots and empty contexts they store and attend to nothing.
 """
 
 import bisect
@@ -13,7 +13,7 @@ import torch
 from models.attention import AttentionMetadata
 from models.decoder import CausalLM
 
-_WARM_UPS = 2  # they compile kernels and allocate workspaces before the capture
+_WARM_UPS = 2  # steps before the capture, which compile kernels and allocate workspaces
 
 
 class DecodeGraphs:

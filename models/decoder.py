@@ -169,8 +169,8 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """A language model of any architecture in ``models.config.FAMILIES``.
 
-    ``models.weights.load_weights`` or ``randomize_weights`` fill its weights, which are first
-    uninitialised.  ``build_model`` makes a model of a given dtype on a given device.
+    A new model has uninitialised weights; ``models.weights.load_weights`` or ``randomize_weights``
+    fills them.  ``build_model`` makes a model of a given dtype on a given device.
     """
 
     def __init__(

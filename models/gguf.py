@@ -49,7 +49,7 @@ _READ = re.compile(
 )
 """Keys that are read, or that change nothing in these architectures."""
 _NEUTRAL = {"attention.causal": True, "rope.scaling.yarn_attn_factor": 1}
-"""Values with which unread keys have no effect.  Keys that are not here need 0 or false."""
+"""Accepted values of unread keys; they have no effect.  For any other unread key: 0 or false."""
 _KINDS: dict[str, Callable[[Any], bool]] = {
     "a text": lambda value: type(value) is str,
     "true or false": lambda value: type(value) is bool,
@@ -92,7 +92,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether the name of the checkpoint at ``path`` is that of a GGUF file: it ends in .gguf."""
+    """Whether ``path`` is a GGUF file, by its name: it ends in .gguf."""
     return path.suffix == ".gguf"
 
 

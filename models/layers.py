@@ -1,8 +1,8 @@
 """Layers of a decoder, each with the checkpoint tensors that fill its parameters.
 
 Layers have the names of Hugging Face checkpoints.  A layer that fuses several checkpoint tensors
-into one matrix lists its parts.  A layer's ``checkpoint_tensors`` describes for each tensor which
-part this rank holds, and where.  Loading and random initialisation use this description.
+into one matrix lists its parts.  For each tensor of a layer, ``checkpoint_tensors``
+gives the part that this rank holds and its place.  Loading and random initialisation use this.
 """
 
 from collections.abc import Iterator
@@ -56,7 +56,7 @@ class RMSNorm(nn.Module):
         self._add_rms_norm = ops.add_rms_norm
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """The norm of x.  With ``residual``: add x to it in place; the norm of the sum."""
+        """Return the norm of x.  If ``residual`` is given, add x to it and return its norm."""
         return self._add_rms_norm(x, residual, self.weight, eps=self.eps, offset=self.offset)
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, CheckpointTensor]]:
@@ -173,7 +173,7 @@ def rope_frequencies(head_dim: int, rope: Rope | None) -> tuple[torch.Tensor, fl
     import_transformers()
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    config = SimpleNamespace(  # the part of a config that these functions read
+    config = SimpleNamespace(  # the fields of a config that ROPE_INIT_FUNCTIONS read
         rope_parameters=vars(rope.scaling) | {"rope_theta": rope.theta},
         standardize_rope_params=lambda: None,
         head_dim=head_dim, hidden_size=head_dim, num_attention_heads=1,

@@ -235,7 +235,7 @@ class LLM:
 
     @property
     def manager(self) -> CacheManager:
-        """The cache manager.  After a step that raises, it is a new one."""
+        """The cache manager.  A step that raises replaces the manager by a new one."""
         return self.engine.manager
 
     def generate(
@@ -252,8 +252,8 @@ class LLM:
         priority: an int for all prompts, or a sequence.  Needs ``scheduling_policy="priority"``,
             which serves requests with smaller numbers first.
 
-        Returns one output per prompt, in order.  Raises the errors of ``Engine.add`` before
-        anything is generated, with the number of the prompt."""
+        Returns one output per prompt, in order.  Before anything is generated, raises the errors of
+        ``Engine.add`` with the number of the prompt."""
         events = self._streams.open(self._requests(prompts, sampling_params, priority))
         done = [event for event in events if isinstance(event, RequestOutput)]
         return sorted(done, key=lambda output: output.request_id)
@@ -325,7 +325,7 @@ class LLM:
                 "prompt: a text needs a tokenizer.json in the model's folder; pass token ids"
             )
         with tokenizer_errors(f"prompt: {reprlib.repr(text)}"):
-            text.encode()  # names a lone surrogate
+            text.encode()  # the error names a lone surrogate
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def _with_special_stops(self, params: SamplingParams) -> SamplingParams:
@@ -521,7 +521,7 @@ def _device(device: str | torch.device | None, tensor_parallel_size: int) -> tor
             device = torch.device(
                 "cuda", torch.cuda.current_device() if index is None else int(index)
             )
-        torch.cuda.set_device(device)  # kernels are launched on the current one; needs an index
+        torch.cuda.set_device(device)  # kernels run on the current device; it needs an index
     return device
 
 

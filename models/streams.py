@@ -51,13 +51,13 @@ class OutputDecoder:
         is_byte = _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token_ids[-1]) or "")
         is_open = ends_open or is_byte or text == self._pending
         num_open, self._pending = len(self._token_ids) - self._num_settled, text
-        if is_open and num_open < _MOST_OPEN + 3 * ends_open:  # bytes of a character
+        if is_open and num_open < _MOST_OPEN + 3 * ends_open:  # up to 3 more bytes of a character
             return "", text
         if is_open and not text:  # special tokens
             del self._token_ids[self._num_settled :]
             return "", ""
         kept = num_open
-        if is_open:  # a byte that follows is decoded without the run
+        if is_open:  # a later byte token is decoded without this run of byte tokens
             ends = (
                 k for k in range(1, 5) if not self._decode(self._token_ids[-k:]).endswith("\ufffd")
             )
@@ -88,10 +88,10 @@ class Streams:
 
     def __init__(self, engine: Any, new_scheduler: Callable[[], Scheduler]) -> None:
         self._engine, self._new_scheduler = engine, new_scheduler
-        self._lock = threading.Lock()  # guards the engine and the next two attributes
+        self._lock = threading.Lock()  # guards the engine, _requests and _outbox
         self._requests: dict[int, NewRequest] = {}
         self._outbox: defaultdict[int, list[Event]] = defaultdict(list)
-        self._abandoned: list[int] = []  # changes without the lock
+        self._abandoned: list[int] = []  # not guarded by the lock
 
     def open(self, requests: Iterable[NewRequest], *, texts: bool = False) -> Iterator[Event]:
         """Add requests; returns an iterator over their events until all requests are finished.
@@ -115,7 +115,7 @@ class Streams:
         return events
 
     def abort(self, request_id: int) -> None:
-        """Cancel a request; its stream then yields its output.  KeyError: it is not served."""
+        """Cancel a request; its stream then yields its output.  KeyError for an unknown request."""
         with self._lock:
             self._deliver([self._engine.abort(request_id)])
 

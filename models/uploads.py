@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-_ALIGNMENT = 16  # bytes: the widest access of a kernel
+_ALIGNMENT = 16  # in bytes: kernels access at most 16 bytes at a time
 
 
 def upload(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:

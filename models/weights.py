@@ -49,7 +49,7 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
     or damaged, a tensor is missing, unexpected, quantised or of another shape, or tied embeddings
     differ.  The model is then unusable."""
     expected = checkpoint_tensors(model)
-    tied_to = {}  # second names of tensors
+    tied_to = {}  # for each name of a tensor with two names: the other name
     if _HEAD not in expected:
         expected[_HEAD] = expected[_EMBEDDING]
         tied_to = {_HEAD: _EMBEDDING, _EMBEDDING: _HEAD}

@@ -121,7 +121,7 @@ def start_workers(size: int, device: torch.device, make_engine: Callable[[], Eng
     make_engine: picklable function that each worker calls to make its engine.  The workers import
     the main module, so a script needs ``if __name__ == "__main__":``.
 
-    Raises ValueError if this process already has workers or there are fewer GPUs than ranks.
+    Raises ValueError if this process leads other workers or there are fewer GPUs than ranks.
     Raises RuntimeError if a worker does not start."""
     if device.type == "cuda" and size > torch.cuda.device_count():
         raise ValueError(
@@ -137,7 +137,7 @@ def start_workers(size: int, device: torch.device, make_engine: Callable[[], Eng
         workers.kill()  # of an LLM that failed to start; a traceback may keep the object alive
     context = multiprocessing.get_context("spawn")
     with tempfile.NamedTemporaryFile(prefix="pagelab-ranks-", delete=False) as file:
-        store = Path(file.name)  # a TCP store would listen on all addresses
+        store = Path(file.name)  # a file, because a TCP store would listen on all addresses
     processes: list[BaseProcess] = []
     connections: list[Connection] = []
     workers = Workers(processes, connections, store)
@@ -170,7 +170,7 @@ def start_workers(size: int, device: torch.device, make_engine: Callable[[], Eng
 def _join(rank: int, size: int, device_type: str, store: Path) -> None:
     backend = "nccl" if device_type == "cuda" else "gloo"
     is_set = "GLOO_SOCKET_IFNAME" in os.environ
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # default: the address of the host name
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo uses the address of the host name
     try:
         dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
     finally:
@@ -213,7 +213,7 @@ def _serve(engine: Engine, connection: Connection) -> None:
             result = getattr(engine, method)(*arguments, **options)
             finished = [result] if method == "abort" else []
         for request in finished:
-            engine.completions(request)  # frees the request's texts
+            engine.completions(request)  # this call frees the request's texts
 
 
 def _close(processes: list[BaseProcess], connections: list[Connection], store: Path) -> None:
