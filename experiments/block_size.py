@@ -51,7 +51,7 @@ class BlockSize(OnTraces):
     """The grid: traces x block sizes x cache sizes, and contexts x block sizes on a GPU."""
 
     part: Axis[Part] = ("hit_rate", "waste", "serving", "latency")
-    """Hit rates, empty slots, modelled serving, latency of decode (on a GPU)."""
+    """Hit rates, empty slots, modelled serving, or decode latency (on a GPU)."""
     policy: Policy = "lru"
     """Eviction policy of the replays."""
     capacity_percent: Axis[Percent] = (2, 10)
@@ -74,7 +74,7 @@ class OfTrace(OnTraces):
     block_size: Axis[int]
     policy: str
     capacity_percent: Axis[float]
-    """Infinity: the cache never evicts.  ``waste`` has no cache; its value is 0."""
+    """Infinity: the cache never evicts.  0: the part ``waste``, which has no cache."""
 
 
 @dataclass(frozen=True, kw_only=True)

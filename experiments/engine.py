@@ -86,7 +86,7 @@ class OnDevice(OnTraces):
     pool_percent: Axis[Percent] = (20.0, 50.0)
     """Size of the pool in percent of the unique tokens of the requests; at least 1.25 times the
     longest sequence. ``block_size`` and ``manager`` use only the last size."""
-    group = ()  # cells in a row share an engine
+    group = ()  # consecutive cells share an engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,7 @@ def cells(options: OnDevice) -> Iterator[Cell | Absent]:
 
 
 def nano_vllm_requests(requests: int = 256) -> tuple[list, list[int]]:
-    """Prompts (token ids) and output lengths of nano-vLLM's bench.py, draw for draw."""
+    """Prompts (token ids) and output lengths, drawn in the same way as in nano-vLLM's bench.py."""
     draw = random.Random(0).randint
     prompts = [[draw(0, 10_000) for _ in range(draw(100, 1024))] for _ in range(requests)]
     return prompts, [draw(100, 1024) for _ in range(requests)]
@@ -145,7 +145,7 @@ def _requests(cell: Cell) -> tuple[list, list[int], int, int, int]:
         unique, block_size = trace.num_unique_blocks * trace.block_size, trace.block_size
     scale = cell.scale or max(1, min(64, block_size // 4))
     if cuda_available() and cell.scale is None:
-        memory = torch.cuda.mem_get_info()[1]  # all of it: free memory depends on earlier cells
+        memory = torch.cuda.mem_get_info()[1]  # not the free memory: it depends on earlier cells
         share = unique * config.kv_block_bytes(1, config.dtype) / memory
         scale = 2 ** max(0, math.ceil(math.log2(2 * share)))
     if cell.trace and block_size % scale:
@@ -165,7 +165,7 @@ def _requests(cell: Cell) -> tuple[list, list[int], int, int, int]:
 @lru_cache(maxsize=1)
 def _prepare(cell: Cell) -> tuple:
     """A warmed-up LLM, the limits of its steps, and the results of ``_requests``."""
-    _prepare.cache_clear()  # a GPU may not have room for two models
+    _prepare.cache_clear()  # drops the old model: a GPU may not have room for two
     prompts, outputs, unique, scale, trace_block = requests = _requests(cell)
     longest, block_size = max(map(len, prompts)) + max(outputs), cell.block_size
     block_size = block_size or math.gcd(16, trace_block)
@@ -187,7 +187,7 @@ def run_cell(cell: Cell) -> list[dict[str, Any]]:
         if cell.part == "transformers":
             return _beside_transformers(cell)
         return [_nano_vllm(cell) if cell.system == "nano_vllm" else _served(cell)]
-    except (ImportError, FileNotFoundError) as error:  # packages, and the checkpoint
+    except (ImportError, FileNotFoundError) as error:  # a package or the checkpoint is missing
         raise Unavailable(str(error)) from error
     except torch.OutOfMemoryError as error:
         _prepare.cache_clear()
@@ -295,7 +295,7 @@ def _beside_transformers(cell: Cell) -> list[dict[str, Any]]:
         times = [time.perf_counter()]
 
         def clock(ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
-            ids[:, -1].tolist()  # waits for a GPU
+            ids[:, -1].tolist()  # waits for the GPU, if there is one
             times.append(time.perf_counter())
             return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 

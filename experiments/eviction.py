@@ -1,8 +1,8 @@
 """Hit rate against capacity: every eviction policy, Belady's optimum and an infinite cache.
 
-A request trace is replayed serially (``cache.simulate``) through pools of 0.02 to 50 % of its
-unique blocks.  Belady's policy knows the future; at each capacity its hit rate is the upper bound
-of every policy.  A cache that never evicts gives an upper bound for all capacities.
+A request trace is replayed serially (``cache.simulate``) with pools of 0.02 to 50 % of its unique
+blocks.  Belady's policy knows the future; its hit rate bounds all policies at the same capacity.
+The hit rate of a cache that never evicts bounds all policies at all capacities.
 Publications of KV cache traces have this figure, e.g. Mooncake (FAST 2025) and "KVCache Cache in
 the Wild" (USENIX ATC 2025).
 """
@@ -33,7 +33,7 @@ _TICKS = (0.02, 0.1, 0.5, 2, 10, 50)
 FIRST, LAST = "first_hit_rate", "last_hit_rate"
 _BEST = {**style.line(style.ORANGE, "^"), "label": "best of the others"}
 _LEAST_GAP = 0.002
-"""The share of the LRU-to-Belady gap that a policy closes is computed for gaps above this."""
+"""The closed share is computed only if Belady's hit rate minus LRU's is larger than this."""
 OURS = "safeguarded"
 """The policy of this repository that has a curve of its own."""
 
@@ -192,7 +192,7 @@ def _draw(rows: style.DataFrame) -> style.Figure:
 def by_policy(
     rows: style.DataFrame, index: str | list[str], value: str = "block_hit_rate"
 ) -> style.DataFrame:
-    """Hit rates, a column per policy."""
+    """Table of the column ``value`` of ``rows``, with a column per policy."""
     return _bounded(rows).pivot(index=index, columns="policy", values=value)
 
 
@@ -209,7 +209,7 @@ def _bounded(rows: style.DataFrame) -> style.DataFrame:
 
 
 def _title(row: style.Series) -> str:
-    size = row["block_size"]  # NaN if the trace has none
+    size = row["block_size"]  # NaN if the trace has no block size
     of_size = f" of {size:g} tokens" if size > 0 else ""
     return f"{row['trace']}\n{row['unique_blocks']:,} blocks{of_size}"
 

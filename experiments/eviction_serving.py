@@ -12,7 +12,7 @@ An H100 has about 48 GiB left for the pool beside the weights.  Larger pools sta
 ``lru``, and the tier uses the policy.
 
 Requests arrive at the times of the trace.  Gaps are scaled so that on average ``load`` times as
-many prompt tokens arrive as can be computed.  Requests beyond the model's maximum of 131,072 tokens
+many prompt tokens arrive as can be computed.  Requests above the model's maximum of 131,072 tokens
 are left out.  The time does not include the policy's own work, which ``overhead`` measures.
 
 If the trace has think times, the loop is closed: only the first request of an agent arrives at its

@@ -5,7 +5,7 @@ in every cell; only the cache differs, and every key and value is read from it. 
 scale of 1 or with calibrated scales.  Calibration uses other windows of the same text: a scale maps
 the largest magnitude to fp8's largest number, 448.  There is one scale per layer, like in
 checkpoints, or one per layer and head.  ``saturated`` has the scale 1/32, so magnitudes above 14
-saturate.  In a model with larger keys, magnitudes above 448 do.
+saturate, as magnitudes above 448 would in a model with larger keys and scale 1.
 
 The summary has the mean difference from the fp32 cache in the same window, in nats per token, with
 a 95 % bootstrap interval over the windows."""

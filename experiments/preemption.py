@@ -47,7 +47,7 @@ class Served(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Preemption(Options):
-    """The grid: transfer times x block sizes x context lengths, or x draws."""
+    """The grid: transfer times x block sizes x contexts (``cost``) or draws (``serving``)."""
 
     block_size: Axis[Count] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     """Tokens per block."""

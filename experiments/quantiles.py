@@ -22,8 +22,9 @@ def columns(
     name: str, values: Iterable[float | None], at: Mapping[str, float | None] = _SPREAD
 ) -> dict[str, float | None]:
     """Quantiles of the ``values`` that are not None, as columns of a row.  If all values are None,
-    the columns are None.  at: quantile (interpolated) of each column by the suffix of the column's
-    name; None is the mean."""
+    the columns are None.
+
+    at: for each column, by the suffix of its name: an (interpolated) quantile; None is the mean."""
     known = [value for value in values if value is not None]
     if not known:
         return dict.fromkeys(name + suffix for suffix in at)

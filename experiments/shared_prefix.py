@@ -2,8 +2,8 @@
 
 Redoes figure 16 of the PagedAttention paper (Kwon et al., SOSP 2023): LLaMA-13B on an A100 40 GB
 translates sentences behind a prefix of one example (80 tokens) or five examples (341 tokens).
-``vllm_v1`` stores the full blocks of the prefix once, and only the first request computes them.
-``paged`` and the reservations store and compute them for every request.
+``vllm_v1`` stores the prefix's full blocks once, and only the first request computes the blocks.
+``paged`` and the reservations store and compute the prefix for every request.
 
 The mean lengths, 30 tokens per sentence and 40 per translation, are assumed, not the data set's.
 Clock, cache and search for the rate are the same as in the experiment ``serving``.

@@ -24,7 +24,7 @@ _STYLE_FILE = Path(__file__).with_name("pagelab.mplstyle")
 _FORMATS = {"pdf": {"CreationDate": None, "Producer": None}, "png": {"Software": None}}
 """File formats of figures.  Without this metadata the same figure gives the same bytes."""
 
-# Okabe and Ito's colours for colour-blind readers.  Markers and dashes also differ, for grey print.
+# Okabe and Ito's colours for colour-blind readers.  Markers and dashes differ, too: for grey print.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, RED, PINK, GREY = "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#777777"
 
@@ -151,7 +151,7 @@ def bars(
 
 @contextmanager
 def figures() -> Iterator[None]:
-    """Context for drawing with the style file and without a display.  At its end, figures close."""
+    """Context that draws with the style file, without a display, and closes figures at its end."""
     import matplotlib as mpl
 
     mpl.use("agg")

@@ -1,4 +1,4 @@
-"""``pagelab try`` and ``pagelab check`` try a policy or check a kernel in seconds; they print."""
+"""``pagelab try`` tries a policy, ``pagelab check`` checks a kernel: in seconds, on the console."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _RED, _PLAIN = "\033[31m", "\033[0m"
 def try_policy(policy: str, out: Path) -> None:
     """Replay the repository's traces with a policy and compare it with the eviction table.
 
-    An installed wheel has no table.  It compares the policy only with LRU and Belady's optimum.
+    Without the table (in an installed wheel), compare it only with LRU and Belady's optimum.
     The pools are 1, 5 and 10 % of the unique blocks of a trace.
 
     Args:
         policy: a policy's name, or file.py:Class.
         out: folder for the figure and its summary.
 
-    Raises OptionsError, naming the policy, if it cannot be made or raises; else OSError.
+    Raises OptionsError, naming the policy, if it cannot be made or raises an error; OSError.
     """
     try:
         cache.make_policy(policy)
@@ -75,7 +75,7 @@ def _seconds_per_reference(policy: str) -> tuple[float, bool]:
 
 
 def _verdict(tried: pd.DataFrame, known: pd.DataFrame) -> str:
-    """A line about a trace: mean hit rate over pools, closed share of the gap, and rank."""
+    """A line about a trace: the policy's mean hit rate, share of the gap that it closes, rank."""
     known = known[known["capacity_blocks"].isin(tried["capacity_blocks"])]
     means = pd.concat([known, tried]).groupby("policy")["block_hit_rate"].mean()
     mine, lru, optimum = tried["block_hit_rate"].mean(), means["lru"], means["belady"]
