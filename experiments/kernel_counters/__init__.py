@@ -1,16 +1,16 @@
-"""Instructions and memory transactions of every kernel, counted in its executed PTX.
+"""Instructions and memory transactions of every kernel, counted while its PTX is executed.
 
-Each call runs on ``kernels/executor``, and its result is judged against the reference. The table
-has instructions by class, requests to global memory with the sectors and lines they touch,
-wavefronts and bank conflicts of shared memory, tensor-core operations, barriers and copies in
-flight. The counts do not show ptxas's changes (registers, spills, removed and reordered
-instructions), caches or speed. Reads of shared memory by wgmma are not counted as wavefronts.
+Each call runs on ``kernels/executor``, and its result is compared with the reference. The table
+counts instructions by class, requests to global memory with their sectors and lines, wavefronts and
+bank conflicts of shared memory, tensor-core operations, barriers and copies in flight. The counts
+do not show ptxas's changes (registers, spills, removed and reordered instructions), caches or
+speed. Reads of shared memory by wgmma are not counted as wavefronts.
 
-SGLang's grouped decode and vLLM's unified attention are counted too if their files are given.
+SGLang's grouped decode and vLLM's unified attention are also counted if their files are given.
 
-Inputs are the cases of ``kernels/testing/cases.py``. Decode is split in two, so that merging is
-counted too. The skewed batch of decode and prefill has one long sequence and as many tokens as the
-even batch.
+Inputs are the cases of ``kernels/testing/cases.py``. Decode uses two splits, so that merging is
+counted too. The skewed batch of decode and prefill has one long sequence; its total number of
+tokens equals the even batch's.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ LINE = 128
 
 
 class Counted(NamedTuple):
-    """A case to be counted."""
+    """A case whose instructions are counted."""
 
     op: str
-    """Its name in ``kernels``."""
+    """Name of the op in ``kernels``."""
     sizes: dict[str, Any] = {}  # noqa: RUF012  never changed
-    """Sizes of the case. An op with a skewed batch has a dict each for ``even`` and ``skewed``."""
+    """Sizes of the case.  For an op with a skewed batch: dicts for ``even`` and ``skewed``."""
     in_cache: bool = True
-    """Whether the cache's dtype and block size matter to it."""
+    """Whether the op depends on the cache's dtype and block size."""
 
     @property
     def has_skewed(self) -> bool:
@@ -94,7 +94,7 @@ COUNTED = {
         for features in ((), ("greedy",), ("min_p",), ("top_p",), ("min_p", "top_k", "top_p"))
     },
 }
-"""By the op's name in the table."""
+"""Cases by the name of the op in the table."""
 _SPLITS = {"decode": 2, "prefill": 1}
 
 
@@ -104,11 +104,11 @@ class _Sizes(Options):
     arch: Axis[Literal["sm_80", "sm_90"]] = ("sm_80", "sm_90")
     """Architectures that the kernels are compiled for."""
     kv_dtype: Axis[Literal["bfloat16", "float8_e4m3fn"]] = ("bfloat16", "float8_e4m3fn")
-    """Dtypes of the cache; everything else is bfloat16."""
+    """Dtypes of the cache.  All other tensors are bfloat16."""
     block_size: Axis[Count] = (1, 16, 24, 256)
     """Token slots per block."""
     lengths: Axis[Literal["even", "skewed"]] = ("even", "skewed")
-    """Lengths of the sequences: equal, or one long one with as many tokens in all."""
+    """Lengths of the sequences: all equal, or one long sequence with the same total."""
     num_q_heads: Count = 32
     num_kv_heads: Count = 8
     head_dim: Count = 128
@@ -119,15 +119,15 @@ class KernelCounters(_Sizes):
     """The grid: ops x architectures x caches x batches x implementations."""
 
     sglang: Path | None = None
-    """SGLang's decode_attention.py, to be counted too."""
+    """Path of SGLang's decode_attention.py, to count SGLang's kernels too."""
     vllm: Path | None = None
-    """vLLM's triton_unified_attention.py (its helpers beside it), to be counted too."""
+    """Path of vLLM's triton_unified_attention.py (helpers in the same folder), to count it too."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelCountersCell(_Sizes):
     implementation: str
-    """Ours or one of ``OTHERS``."""
+    """Our implementation (``OURS``) or a name in ``OTHERS``."""
     source: InputFile | None
     """The file of another implementation."""
 
@@ -137,7 +137,7 @@ class KernelCountersCell(_Sizes):
 
 
 def cells(options: KernelCounters) -> Iterator[KernelCountersCell]:
-    """Cells of each op over the axes that matter to it."""
+    """Cells of each op.  Each axis that does not affect the op has one value."""
     files = {name: getattr(options, name) for name in OTHERS}
     sources = {name: InputFile.of(path) for name, path in files.items() if path}
     for name, source in [(OURS, None), *sources.items()]:
@@ -157,7 +157,7 @@ def cells(options: KernelCounters) -> Iterator[KernelCountersCell]:
 
 
 def case_of(cell: KernelCountersCell) -> Case:
-    """The inputs of a cell, small enough to be executed instruction by instruction."""
+    """Inputs of a cell.  They are small, because the executor runs single instructions."""
     import torch
 
     from kernels.testing.cases import make_case
@@ -196,7 +196,7 @@ def run_cell(cell: KernelCountersCell) -> list[dict[str, Any]]:
             f"{cell.implementation} on {cell.arch}, {cell.kv_dtype}: {reason}"
         ) from error
     accuracy = max(judged.values(), key=lambda one: one.error / one.bound)
-    if other is None and not accuracy.passed:  # other projects may round otherwise
+    if other is None and not accuracy.passed:  # other projects may round differently
         raise WrongResult(f"error {accuracy.error:g}, allowed {accuracy.bound:g}")
     names = "op implementation arch kv_dtype block_size lengths num_q_heads num_kv_heads head_dim"
     about = cell.columns(*names.split())
@@ -244,7 +244,7 @@ _LOOKS = {
 
 
 def _draw_counts(rows: style.DataFrame) -> style.Figure:
-    """A panel per metric, a dot per architecture, cache, block size and batch."""
+    """One panel per metric, one dot per architecture, cache, block size and batch."""
     kib = rows["distinct_line_bytes"] / 1024
     conflicts = rows["bank_conflicts"] / rows["shared_wavefronts"].clip(lower=1)
     metrics = {

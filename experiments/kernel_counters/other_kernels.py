@@ -1,7 +1,7 @@
-"""SGLang's and vLLM's Triton attention, loaded from one of their files and called on our inputs.
+"""Loads SGLang's and vLLM's Triton attention from their files and calls it on our inputs.
 
-The file is loaded without its package: stand-ins replace the few names that it imports from there.
-Tried with SGLang 0.5.3 and 0.5.23, vLLM 0.32 and 0.33.
+A file is loaded without its package: stand-ins replace the few names that it imports from the
+package. Tested with SGLang 0.5.3 and 0.5.23, vLLM 0.32 and 0.33.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     import torch
 
 Prepare = Callable[[dict[str, Any], int], "Callable[[], torch.Tensor]"]
-"""A function of our op's inputs by name and a number of splits. It returns the call to count."""
+"""Function of our op's inputs (by name) and the number of splits; it returns the call to count."""
 
 
 def sglang_decode(path: Path) -> Prepare:
     """SGLang's grouped decode: ``sglang/kernels/ops/attention/decode_attention.py``, in older
     versions in ``sglang/srt/layers/attention/triton_ops``.
 
-    It takes the slot of every token, whatever the block size.
+    SGLang's kernel gets the slot of every token, so it does not depend on the block size.
     """
     module = load_sglang(path)
     grouped = module.decode_attention_fwd_grouped
@@ -70,7 +70,7 @@ _SGLANG_CHECKS = "get_device_core_count is_cuda is_gfx95_supported is_gfx1250_su
 
 
 def load_sglang(path: Path) -> types.ModuleType:
-    """The module in a file of SGLang's Triton attention, with helpers from the same folder."""
+    """Load a file of SGLang's Triton attention, with helpers from the same folder."""
     prefill = "sglang.srt.layers.attention.triton_ops.prefill_attention"
     stand_ins: dict[str, dict[str, Any]] = {
         "sglang.srt.utils": dict.fromkeys(_SGLANG_CHECKS.split(), lambda: False),
@@ -88,7 +88,7 @@ class KVQuantMode(enum.IntEnum):
 
 
 def load_vllm(path: Path) -> types.ModuleType:
-    """The module in ``triton_unified_attention.py``, with helpers from the same folder."""
+    """Load ``triton_unified_attention.py``, with helpers from the same folder."""
     import torch
     import triton
     import triton.language as tl
@@ -153,9 +153,8 @@ def _loaded(path: Path, name: str) -> types.ModuleType:
 
 
 def _load(path: Path, stand_ins: dict[str, dict[str, Any]]) -> types.ModuleType:
-    """The module in a file. Its imports from its own package find the stand-ins.
-
-    Raises Unavailable if it imports other names.
+    """Load the module in a file.  Its imports from its own package find the stand-ins. Raises
+    Unavailable if it imports other names.
     """
     for name, names in stand_ins.items():
         parts = name.split(".")

@@ -4,11 +4,10 @@
     launched = launches(measured)
     microseconds("H100-SXM", launched, fit("H100-SXM", launched, measured["microseconds"]))
 
-``compiled.py`` writes ``kernels.csv``; ``launch.py`` computes grids as the launching code does. The
-time of a pass of the loop over tiles is the sum of
+``compiled.py`` writes ``kernels.csv``; ``launch.py`` computes grids as the launching code does. A
+pass of the tile loop takes the sum of
 
-- the cycles of one warp (``sass.py``). The latency lies between L2's and memory's, weighted by the
-  share of bytes from memory;
+- the cycles of one warp (``sass.py``), at L2's and memory's latency in proportion to their bytes;
 - half of the instructions, shared-memory wavefronts and tensor-core cycles of the other warps on
   the multiprocessor;
 - the cycles of the tile's bytes (64 bytes per cycle) and of spilled registers.

@@ -1,15 +1,15 @@
 """Host time of the control path: launches, trace replay, cache managers, engine steps.
 
-Four parts, chosen with ``--part``; the file of each in ``experiments/overhead`` has its method:
+There are four parts (``--part``).  The method of a part is described in its file in this folder:
 
-* ``launch``: a call of each kernel's public function: argument checks and Triton's launch.
-* ``replay``: ``cache.simulate`` on a trace, beside libcachesim.
-* ``managers``: hash, look-up, allocate and free of a request, beside vLLM's ``KVCacheManager``.
-* ``engine``: the scheduler's part of an engine step, beside vLLM's scheduler.
+* ``launch``: a call of each op's public function, with argument checks and Triton's launch.
+* ``replay``: ``cache.simulate`` on a trace, compared with libcachesim.
+* ``managers``: hash, look-up, allocate and free of a request, and vLLM's ``KVCacheManager``.
+* ``engine``: the scheduler's part of an engine step, compared with vLLM's scheduler.
 
 Times are in microseconds per unit of work: columns ``us`` (median), ``us_p20``, ``us_p80`` and
 ``us_mean``, with the unit in ``per``.  Columns that a part does not have are empty.  Systems for
-comparison take part where they can be imported (``baselines.py`` says how to install them).
+comparison run if they can be imported (``baselines.py`` says how to install them).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from experiments import style
 from experiments.harness import Absent, Axis, Experiment, Options
 from experiments.overhead import engine, launch, managers, replay
 
-# launch first: later parts may import kernels, which must not happen with TRITON_INTERPRET set.
+# launch is first: it unsets TRITON_INTERPRET before later parts may import kernels.
 _PARTS = {
     "launch": (launch, launch.Launch),
     "replay": (replay, replay.ReplayCell),
@@ -53,7 +53,7 @@ def run_cell(cell: Options) -> list[dict[str, Any]]:
 
 
 def _of(part: str, make: Callable[[style.DataFrame], Any]) -> Callable[[style.DataFrame], Any]:
-    """``make`` on the rows of a part, if there are rows."""
+    """Apply ``make`` to the rows of a part, if there are any."""
 
     def made(rows: style.DataFrame) -> Any:
         rows = rows[rows["part"] == part]
@@ -67,7 +67,7 @@ EXPERIMENT = Experiment(
     figure="host time of launches, replay, cache managers and engine steps",
     options=Overhead(),
     quick=Overhead(
-        part=("replay", "managers", "engine"),  # launches are of kernels compiled for sm_90
+        part=("replay", "managers", "engine"),  # without launch, which compiles for sm_90
         repeats=2,
         trace_requests=1_000,
         pool_blocks=(1_000, 10_000),

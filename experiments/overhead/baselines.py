@@ -1,8 +1,8 @@
-"""vLLM's own scheduler and cache manager, timed for comparison where vLLM 0.33 can be imported.
+"""vLLM's scheduler and cache manager, timed for comparison if vLLM 0.33 can be imported.
 
 They need neither a GPU nor compiled code.  ``pip install --no-deps --target vllm-0.33
-vllm==0.33.0`` installs vLLM without its dependencies.  Install missing ones into the same folder
-(``apache-tvm-ffi`` for ``tvm_ffi``, ``pyzmq`` for ``zmq``), and put ``vllm-0.33`` in
+vllm==0.33.0`` installs vLLM without its dependencies.  Install missing packages into the same
+folder (``apache-tvm-ffi`` for ``tvm_ffi``, ``pyzmq`` for ``zmq``), and put ``vllm-0.33`` in
 ``PYTHONPATH``.
 """
 
@@ -16,13 +16,13 @@ from typing import Any
 from experiments.harness import Unavailable
 
 HASH_ALGORITHMS = {"sha256": "sha256", "xxh3_128": "xxhash"}
-"""vLLM's names of our hash algorithms.  sha256 is its default; both hash the pickled tokens."""
+"""vLLM's names of our hash algorithms.  vLLM's default is sha256.  Both hash pickled tokens."""
 
 
 class _VLLM:
     """vLLM's v1 code for one group of full attention.
 
-    Raises Unavailable if vLLM, or one with the interfaces of 0.33, cannot be imported.
+    Raises Unavailable if no vLLM with the interfaces of 0.33 can be imported.
     """
 
     name = "vLLM"
@@ -48,14 +48,14 @@ class _VLLM:
             block_size=block_size, num_kv_heads=8, head_size=128, dtype=torch.float16
         )
         self._config = kv_cache_interface.KVCacheConfig(
-            num_blocks=num_blocks + 1,  # with vLLM's null block
+            num_blocks=num_blocks + 1,  # one more for vLLM's null block
             kv_cache_tensors=[],
             kv_cache_groups=[kv_cache_interface.KVCacheGroupSpec(["layer"], spec)],
         )
 
 
 class _TextModel:
-    """Stands in for vLLM's ModelConfig, which wants a checkpoint: a plain text model."""
+    """Replaces vLLM's ModelConfig, which needs a checkpoint.  Describes a plain text model."""
 
     runner_type = "generate"
 
@@ -63,12 +63,12 @@ class _TextModel:
         self.max_model_len = max_model_len
 
     def __getattr__(self, name: str) -> None:
-        """Every other property is absent."""
+        """All properties that are not defined here are None."""
 
 
 class VLLMScheduler(_VLLM):
-    """vLLM's scheduler in a closed loop, with blocks for ``num_sequences`` of ``max_model_len``
-    tokens; the model's part is left out."""
+    """vLLM's scheduler in a closed loop without a model.  Its cache has blocks for
+    ``num_sequences`` sequences of ``max_model_len`` tokens."""
 
     def __init__(self, num_sequences: int, max_model_len: int, block_size: int) -> None:
         num_blocks = num_sequences * -(-max_model_len // block_size)
@@ -90,7 +90,7 @@ class VLLMScheduler(_VLLM):
         )
         config.cache_config.num_gpu_blocks = num_blocks + 1
         config.model_config = _TextModel(max_model_len)
-        # Requests without a grammar accept every token.
+        # Requests without a grammar allow every token.
         grammars = SimpleNamespace(accept_tokens=lambda *_args, **_options: True)
         self._scheduler = Scheduler(config, self._config, grammars, block_size)
         self._output, self._numbers = ModelRunnerOutput, itertools.count()
@@ -112,14 +112,14 @@ class VLLMScheduler(_VLLM):
         return len(self._scheduler.waiting)
 
     def step(self) -> tuple[int, dict[str, float]]:
-        """Number of requests that ended in this step, and the seconds of ``schedule()``."""
+        """Run a step.  Returns the number of ended requests and the seconds of ``schedule()``."""
         scheduler = self._scheduler
         begin = time.perf_counter()
         scheduled = scheduler.schedule()
         seconds = time.perf_counter() - begin
         ids = list(scheduled.num_scheduled_tokens)
         requests = [scheduler.requests[id] for id in ids]
-        # A token for each sequence whose tokens are all computed.
+        # One new token for each sequence whose tokens are all computed.
         tokens = [[1] if r.num_computed_tokens >= r.num_tokens else [] for r in requests]
         before = len(scheduler.requests)
         output = self._output(ids, {id: row for row, id in enumerate(ids)}, tokens)
@@ -128,7 +128,7 @@ class VLLMScheduler(_VLLM):
 
 
 class VLLMManager(_VLLM):
-    """vLLM's KVCacheManager, called as by its scheduler."""
+    """vLLM's KVCacheManager, called in the same way as vLLM's scheduler calls it."""
 
     policy = "lru"
 
@@ -149,7 +149,7 @@ class VLLMManager(_VLLM):
         return self._request(str(seq_id), token_ids, self._one_token, pooling_params=None)
 
     def cycle(self, request: Any) -> int:
-        """Number of cached tokens of the prompt."""
+        """Number of the prompt's tokens that are cached."""
         self.phases(request)
         return self._cached_tokens
 

@@ -1,16 +1,16 @@
-"""Engine steps: microseconds of scheduling, beside vLLM's scheduler.
+"""Engine steps: microseconds of scheduling, compared with vLLM's scheduler.
 
-A closed loop keeps a number of requests running: whenever one ends, the next begins.  Prompts and
-outputs are uniform between two lengths, by default as in Nano-vLLM's published benchmark.  Nothing
-is shared, so the managers do the most work.  Steps count once all requests run.  No model runs.
+A closed loop keeps a number of requests running: when a request ends, the next begins.  Lengths of
+prompts and outputs are uniform, by default as in Nano-vLLM's benchmark.  No blocks are shared, so
+the managers do the most work.  Steps are timed once all requests run.  No model runs.
 
-* ``schedule``: ``Scheduler.schedule`` with the cache manager below it.  It hashes full blocks.
+* ``schedule``: ``Scheduler.schedule`` with its cache manager.  It hashes full blocks.
 * ``finish``: ``Scheduler.finish``, which frees the blocks of finished sequences.
 
-vLLM's scheduler serves the same loop where it can be imported.  Only its ``schedule()`` is timed,
-which neither hashes blocks (that is done when tokens are added) nor frees them (that is done in
-``update_from_output``).  ``engine.csv`` has the ratio of our ``schedule`` to it, once alone and
-once with ``finish``.
+vLLM's scheduler serves the same loop if it can be imported.  Only vLLM's ``schedule()`` is timed.
+vLLM hashes blocks when tokens are added and frees blocks in ``update_from_output``, so both are not
+timed.  ``engine.csv`` has the ratio of our time to vLLM's: for ``schedule`` alone and with
+``finish``.
 """
 
 from __future__ import annotations
@@ -61,19 +61,19 @@ def cells(options: Engine) -> Iterator[Engine | Absent]:
 
 
 class _Ours:
-    """An engine whose calls of the scheduler are timed."""
+    """An engine that times the calls of its scheduler."""
 
     version = ""
 
     def __init__(self, cell: Engine) -> None:
         longest = 2 * cell.lengths[1]
-        # A power of two, as contiguous reserves them.
+        # Contiguous managers reserve powers of two.
         blocks_per_sequence = 1 << (-(-longest // _BLOCK_SIZE) - 1).bit_length()
         reserved: Any = {"max_model_len": longest} if cell.manager == "contiguous" else {}
         manager = cache.make_manager(
             cell.manager,
             block_size=_BLOCK_SIZE,
-            # With room for watermarks: nothing is preempted.
+            # Includes room for watermarks, so that nothing is preempted.
             num_blocks=cell.num_sequences * blocks_per_sequence * 21 // 20 + 1,
             **reserved,
         )
@@ -107,7 +107,7 @@ class _Ours:
         return len(self._engine.scheduler.waiting)
 
     def step(self) -> tuple[int, dict[str, float]]:
-        """Number of requests that ended in this step, and the seconds of its phases."""
+        """Run a step.  Returns the number of requests that ended, and the seconds of its phases."""
         self._spent.update(schedule=0.0, finish=0.0)
         _, finished = self._engine.step()
         return len(finished), dict(self._spent)
@@ -137,7 +137,7 @@ def run_cell(cell: Engine) -> list[dict[str, Any]]:
         return seconds
 
     for _ in range(cell.num_sequences):
-        add(sample(1))  # some outputs are shorter, so that the first requests end at other times
+        add(sample(1))  # shorter outputs, so that the first requests end at different times
     while engine.num_waiting:
         step()
     steps = [step() for _ in range(cell.num_steps)]
@@ -157,9 +157,9 @@ def run_cell(cell: Engine) -> list[dict[str, Any]]:
 
 
 def table(rows: style.DataFrame) -> style.DataFrame:
-    """Time of a scheduler step, and its ratio to vLLM's, by running sequences.
+    """Time of a scheduler step and ratio to vLLM's time, by number of running sequences.
 
-    Medians of ``schedule``; with ``finish``, which few steps call, means of both.
+    Medians for ``schedule`` alone.  Means with ``finish``, because few steps call it.
     """
     rows = rows.astype({"num_sequences": int})
     by = ["implementation", "num_sequences"]
@@ -176,7 +176,7 @@ def table(rows: style.DataFrame) -> style.DataFrame:
 
 
 def draw(rows: style.DataFrame) -> style.Figure:
-    """Median of ``schedule`` by running sequences."""
+    """Median of ``schedule`` against the number of running sequences."""
     figure, (axes,), _ = style.panel_grid(1, height=2.4, width=4.5)
     rows = rows[rows["phase"] == "schedule"]
     for name, line in style.lines_of(rows["implementation"].unique()).items():

@@ -1,15 +1,15 @@
-"""Kernel launches: host time of a call of each op, by three interleaved timings.
+"""Kernel launches: host time of one call of each op, in three interleaved timings.
 
-None waits for a kernel:
+No timing waits for a kernel:
 
-- ``checks``: the op's launcher without its launches: argument checks, choice of tiles, allocation
-  of results and scratch, and collecting the kernels' arguments;
-- ``first``: the launcher.  The difference to ``checks`` is Triton's launch of its kernels;
-- ``repeated``: the public function after an equal call, see ``kernels/launch.py``.
+- ``checks``: the op's launcher without Triton's launches.  It checks arguments, chooses tiles,
+  allocates results and scratch, and collects the kernels' arguments;
+- ``first``: the whole launcher.  ``first`` minus ``checks`` is the time of Triton's launches;
+- ``repeated``: a call that repeats an equal call, see ``kernels/launch.py``.
 
-On a GPU a launch includes the driver's.  Elsewhere tensors are meta tensors without values, so the
-host checks no more than on a GPU, and a launch ends where Triton would call the driver.  An
-engine that replays CUDA graphs pays for none of this.
+On a GPU a launch includes the driver's time.  Without a GPU, tensors are meta tensors without
+values, so the host makes the same checks.  A launch then ends where Triton would call the driver.
+An engine that replays CUDA graphs has none of these costs.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 PHASES = ("checks", "first", "repeated")
 _CALLS_A_SAMPLE = 5
 _ARCH = "sm_90"
-"""The target of launches where there is no GPU."""
+"""Architecture for which kernels are compiled if there is no GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch(Options):
-    """Every op at the shapes of a decode step, 64 sequences; bf16, 32 query heads, 8 KV heads."""
+    """Every op at the shapes of a decode step: 64 sequences, bf16, 32 query heads, 8 KV heads."""
 
     launch_samples: Count = 1000
-    """Samples of each kind of call, of 5 calls each."""
+    """Number of samples of each kind of call.  A sample is 5 calls."""
 
 
 def cells(options: Launch) -> Iterator[Launch]:
@@ -74,7 +74,7 @@ def run_cell(cell: Launch) -> list[dict[str, Any]]:
 
 
 def _calls(device: torch.device) -> dict[str, partial]:
-    """A call of a public function for each configuration, of short sequences."""
+    """For each configuration: a call of the public function with short sequences."""
     import torch
 
     import kernels
@@ -133,7 +133,7 @@ def _launches_that_end_at_the_driver() -> Iterator[None]:
             self._run = lambda *_: None
 
     def compile_nothing(self, key, _signature, device, *_) -> CompiledKernel:
-        hash(self)  # finds the globals that every launch compares, as compiling does
+        hash(self)  # finds the globals that each launch compares, as compiling does
         compiled, *_ = self.device_caches[device]
         return compiled.setdefault(key, KernelWithoutGpu())
 
@@ -143,17 +143,17 @@ def _launches_that_end_at_the_driver() -> Iterator[None]:
 
 
 def _measure(call: partial, num_samples: int, on_gpu: bool) -> tuple[int, dict[str, list[float]]]:
-    """Kernels that a call launches, and samples of the seconds of each kind of call."""
+    """Number of kernels that a call launches, and samples of each kind of call in seconds."""
     import torch
     from triton.runtime.jit import JITFunction
 
     first = partial(inspect.unwrap(call.func), **call.keywords)
     with mock.patch.object(JITFunction, "__getitem__") as launched:
         first()
-    call()  # compiles, and is remembered
+    call()  # compiles, and the call is remembered
     nothing: Any = {"__getitem__": lambda _, _grid: lambda *_args, **_options: None}
     patches: Any = (mock.patch.multiple(JITFunction, **nothing), *[contextlib.nullcontext()] * 2)
-    # The timings of a Timer are free of garbage collections.
+    # A Timer disables the garbage collector while it times.
     timers = list(zip(PHASES, map(timeit.Timer, (first, first, call)), patches, strict=True))
     spans: dict[str, list[float]] = {phase: [] for phase in PHASES}
     for _ in range(num_samples):
@@ -161,12 +161,12 @@ def _measure(call: partial, num_samples: int, on_gpu: bool) -> tuple[int, dict[s
             with patch:
                 spans[phase].append(timer.timeit(_CALLS_A_SAMPLE) / _CALLS_A_SAMPLE)
         if on_gpu:
-            torch.cuda.synchronize()  # or the queue of launches would fill up and block
+            torch.cuda.synchronize()  # a full queue of launches would block
     return launched.call_count, spans
 
 
 def table(rows: style.DataFrame) -> style.DataFrame:
-    """Median microseconds of checks and launch, and of a repeated call, a row per configuration."""
+    """Median microseconds of checks, launch and repeated call.  One row per configuration."""
     table = rows.pivot(index="config", columns="phase", values="us")
     table = table.reindex(rows["config"].unique(), columns=PHASES)
     table.insert(1, "launch", table["first"] - table["checks"])
@@ -174,7 +174,7 @@ def table(rows: style.DataFrame) -> style.DataFrame:
 
 
 def draw(rows: style.DataFrame) -> style.Figure:
-    """A bar for each configuration, and a mark where a repeated call ends."""
+    """One bar per configuration.  A mark shows the time of a repeated call."""
     times = table(rows).set_index("config")
     parts = times[["checks", "launch"]]
     until = "" if rows["tensors"].iloc[0] == "cuda" else ", up to the driver"

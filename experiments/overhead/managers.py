@@ -1,21 +1,21 @@
-"""Cache managers: microseconds per block of hash, look-up, allocate and free, by size of the pool.
+"""Cache managers: microseconds per block of hash, look-up, allocate and free, by pool size.
 
-A request of 4,096 tokens, half of them a cached prefix that other requests share, is hashed, looked
-up, allocated and freed.  The pool is full of cached blocks of earlier requests, so every new block
-evicts one.  All implementations, with vLLM's ``KVCacheManager`` where vLLM can be imported, serve
-the same requests in turn on one core, so a change of the machine's speed affects all of them.  A
-turn is ten requests, so that an implementation finds its own state in the processor's caches, as in
-an engine that schedules many requests a step.
+A request of 4,096 tokens is hashed, looked up, allocated and freed.  Half of its tokens are a
+cached prefix that other requests share.  The pool is full of cached blocks of earlier requests, so
+every new block evicts one.  All implementations serve the same requests in turn on one core, so a
+change of the machine's speed affects all of them. vLLM's ``KVCacheManager`` takes part if vLLM can
+be imported.  A turn is ten requests, so the processor's caches hold the implementation's state, as
+in an engine that schedules many requests per step.
 
-Odd requests are timed phase by phase, even ones as a whole (``cycle``).  Odd requests look up their
-prompt twice: the second call is ``lookup``, and ``hash`` is the first call without a look-up.
-``allocate`` is timed with a third look-up, which is subtracted.  Making the ``Sequence`` is not
-part of a cycle and has rows of its own.
+Odd requests are timed by phase, even requests as a whole (``cycle``).  Odd requests look up their
+prompt twice.  The second call is ``lookup``; the first call minus ``lookup`` is ``hash``.
+``allocate`` includes a third look-up, which is subtracted.  Making the ``Sequence`` is not part of
+a cycle.  It has separate rows.
 
 The policy is ``lru``, as in vLLM.  In pools of up to 100,000 blocks ``vllm_v1`` also runs with
 policies of different cost.
 
-``managers.csv`` has the ratio of each cycle to vLLM's with the same hash.
+``managers.csv`` has the ratio of each cycle to vLLM's cycle with the same hash.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _OURS = {
     "radix": (None,),
     "paged": (None,),
 }
-"""Managers and the hash algorithms they are measured with."""
+"""Hash algorithms with which each manager is measured."""
 _OTHER_POLICIES = ("sieve", "gittins", "sglang_slru", "safeguarded")
 _PHASES = {
     "hash": {"color": style.BLUE},
@@ -65,12 +65,12 @@ _PoolBlocks = Needs(f"an int of at least {_MIN_BLOCKS}", lambda count: count >= 
 
 @dataclass(frozen=True, kw_only=True)
 class Managers(Options):
-    """The grid: sizes of the pool; every implementation runs in each cell."""
+    """The grid: pool sizes.  Every implementation runs in each cell."""
 
     pool_blocks: Axis[Annotated[int, _PoolBlocks]] = (1_000, 10_000, 100_000, 1_000_000)
-    """Blocks in the pool of the managers, of 16 tokens each."""
+    """Number of blocks in the managers' pool, 16 tokens each."""
     pool_requests: Annotated[int, Needs("an int of at least 2", lambda count: count >= 2)] = 400
-    """Requests measured in each pool, after those that fill it."""
+    """Number of requests measured in each pool, after the requests that fill the pool."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +178,7 @@ def run_cell(cell: ManagersCell) -> list[dict[str, Any]]:
 
 
 def _timed(implementation: _Ours | VLLMManager, number: int, prompt: list[int]) -> dict[str, float]:
-    """Seconds of one request: of its phases if ``number`` is odd, else of the whole cycle."""
+    """Seconds of one request: of each phase if ``number`` is odd, else of the whole cycle."""
     begin = time.perf_counter()
     request = implementation.make(number, prompt)
     made = time.perf_counter()
@@ -189,7 +189,7 @@ def _timed(implementation: _Ours | VLLMManager, number: int, prompt: list[int]) 
 
 
 def _prompts(generator: np.random.Generator, pool_blocks: int) -> Iterator[list[int]]:
-    """Prompts whose first half is one of a few prefixes that stay in the cache."""
+    """Prompts whose first half is one of a few prefixes.  The prefixes stay in the cache."""
     num_prefixes = min(200, max(1, pool_blocks * _BLOCK_SIZE // (8 * _PREFIX_TOKENS)))
     prefixes = generator.integers(_VOCABULARY, size=(num_prefixes, _PREFIX_TOKENS)).tolist()
     while True:
@@ -199,7 +199,7 @@ def _prompts(generator: np.random.Generator, pool_blocks: int) -> Iterator[list[
 
 
 def _named(rows: style.DataFrame) -> style.DataFrame:
-    """The rows with a ``name`` for each implementation: vllm_v1 (xxh3_128) sieve."""
+    """Add a ``name`` of the implementation to each row, such as vllm_v1 (xxh3_128) sieve."""
     names = rows["implementation"]
     for column, shape in (("version", " {}"), ("hash_algorithm", " ({})"), ("policy", " {}")):
         if column in rows:
@@ -209,7 +209,7 @@ def _named(rows: style.DataFrame) -> style.DataFrame:
 
 
 def table(rows: style.DataFrame) -> style.DataFrame:
-    """Median cycle of each implementation and pool, and its ratio to vLLM's with the same hash."""
+    """Median cycle of each implementation and pool, and the ratio to vLLM's with the same hash."""
     rows = _named(rows)
     cycles = rows[rows["phase"] == "cycle"].rename(columns={"us": "cycle_us_per_block"})
     theirs = cycles[cycles["implementation"] == "vLLM"]
@@ -223,7 +223,7 @@ def table(rows: style.DataFrame) -> style.DataFrame:
 
 
 def draw(rows: style.DataFrame) -> style.Figure:
-    """The cycle with ``lru`` by size of the pool, and its phases in the largest pool."""
+    """The cycle with ``lru`` against pool size, and the cycle's phases in the largest pool."""
     rows = _named(rows[rows["policy"] == "lru"])
     figure, (left, right), _ = style.panel_grid(2, height=2.4, width=3.5)
     cycles = rows[rows["phase"] == "cycle"]

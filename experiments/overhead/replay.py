@@ -1,16 +1,16 @@
-"""Trace replay: time per block reference of ``cache.simulate``, beside libcachesim.
+"""Trace replay: time per block reference of ``cache.simulate`` and of libcachesim.
 
-Both get the same block ids, policy and number of blocks, on one core and in turn, so a change of
-the machine's speed affects both.  Our replay is timed without the compilation
-(``SimulationResult.replay_seconds``).  libcachesim runs ``process_trace``, its C loop over a file
-of its oracleGeneral records with precomputed ids, sizes and next accesses.  Its hash table starts
-at the size that the pool needs, several times faster here than its default of 2**24 buckets.
+Both replay the same block ids with the same policy and number of blocks.  They run on one core in
+turn, so a change of the machine's speed affects both.  The time of our replay excludes compilation
+(``SimulationResult.replay_seconds``). libcachesim runs ``process_trace``, its C loop over
+oracleGeneral records with precomputed ids, sizes and next accesses.  Its hash table starts at the
+pool's size, which is several times faster here than the default of 2**24 buckets.
 
-libcachesim takes one block reference at a time.  Ours takes a request: its blocks stay pinned, and
-the deepest counts as accessed first.  So the hit rates differ a little.  With ``random`` they
-differ a lot, since nothing behind a missing block of a prompt hits here.  Both have the same
-default parameters.  For requests of one block the hits are equal, with two exceptions: ``random``
-draws other victims, and ``gdsf`` of libcachesim starts a newcomer from an earlier victim's value.
+libcachesim replays single block references.  We replay whole requests: a request's blocks stay
+pinned, and the deepest counts as accessed first.  So the hit rates differ a little.  With
+``random`` they differ a lot, because blocks after a missing block of a prompt never hit in our
+replay.  Default parameters are the same.  For requests of one block the hits are equal, except that
+``random`` draws other victims and libcachesim's ``gdsf`` starts a block at an old victim's value.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Replay(OnTraces):
     """The grid: traces x policies."""
 
     policy: Axis[Annotated[str, one_of(_LIBCACHESIM)]] = tuple(_LIBCACHESIM)
-    """Policies to replay: all that libcachesim has, too."""
+    """Policies to replay.  By default all policies that libcachesim also has."""
     capacity_percent: Percent = 10.0
     """Blocks of the replayed pool, in percent of the unique blocks of the trace."""
     repeats: Count = 7
-    """Replays of each trace and policy."""
+    """Number of replays of each trace and policy."""
     trace_requests: Count | None = None
-    """Requests of each trace, the first of a file. None: all, and a workload's own number."""
+    """Number of requests from the start of each trace.  None: all, or a workload's default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,7 @@ def _time_libcachesim(stream: Path, policy: str, capacity: int) -> tuple[float, 
 def oracle_general(block_ids: np.ndarray) -> np.ndarray:
     """The references as libcachesim's oracleGeneral records.
 
-    The next access is an index into the references, -1 for never.  Ids start at 1, sizes are 1.
+    The next access is an index into the references, or -1 for never.  Ids start at 1, sizes are 1.
     """
     record = np.dtype([("time", "<u4"), ("id", "<u8"), ("size", "<u4"), ("next", "<i8")])
     records = np.zeros(len(block_ids), record)
@@ -136,7 +136,7 @@ def oracle_general(block_ids: np.ndarray) -> np.ndarray:
 
 
 def table(rows: style.DataFrame) -> style.DataFrame:
-    """Million references per second by trace and policy, and the ratio of ours to libcachesim's."""
+    """Million references per second by trace and policy, and our speed / libcachesim's speed."""
     us = rows.pivot(index=["trace", "policy"], columns="implementation", values="us")
     speeds = (1 / us).add_suffix("_million_references_per_second")
     if "libcachesim" in us:
@@ -145,7 +145,7 @@ def table(rows: style.DataFrame) -> style.DataFrame:
 
 
 def draw(rows: style.DataFrame) -> style.Figure:
-    """Median speeds with bars from p20 to p80; a panel per trace."""
+    """Median speeds, with error bars from p20 to p80.  One panel per trace."""
     lines = style.policy_lines(rows["policy"].unique())
     names = [line["label"].split()[0] for line in lines.values()]
     figure, axes, spare = style.panel_grid(rows["trace"].nunique(), height=1.8, sharey=True)

@@ -1,4 +1,4 @@
-"""Helpers that all parts of ``overhead`` time with."""
+"""Timing helpers that all parts of ``overhead`` use."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _QUANTILES = {"": 0.5, "_p20": 0.2, "_p80": 0.8, "_mean": None}
 def columns(per: str, seconds: Sequence[float]) -> dict[str, Any]:
     """Median, p20, p80 and mean of timings as columns of a row, in microseconds.
 
-    per: the unit of work that each timing is for: block, prompt, step, call or reference.
+    per: the unit of work of each timing: block, prompt, step, call or reference.
     """
     return {"per": per, **quantiles.columns("us", [1e6 * s for s in seconds], _QUANTILES)}
 
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """Switch Python's garbage collector off: its pauses would fall on a random implementation."""
+    """Disable Python's garbage collector.  Its pauses would slow a random implementation."""
     gc.collect()
     gc.disable()
     try:

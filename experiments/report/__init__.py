@@ -1,7 +1,7 @@
-"""One page with all results beside published numbers: ``pagelab report``.
+"""One page that shows all results beside published numbers: ``pagelab report``.
 
-``page.html`` is its template, ``captions.toml`` says what to see in each figure and
-``published.toml`` has the published numbers.  The page is self-contained and needs no network.
+``page.html`` is the template, ``captions.toml`` has the figures' captions, and ``published.toml``
+has the published numbers.  The page is self-contained and needs no network.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 _FOLDER = Path(__file__).parent
 _AGREES = 0.1
-"""Relative difference up to which a number agrees with the published one."""
+"""A number agrees with the published number up to this relative difference."""
 
 
 def write_report(results: Path, output: Path, experiments: Mapping[str, Experiment]) -> Path:
-    """Write the page of the results that ``results`` has of ``experiments`` to ``output``.
+    """Write a page to ``output``: the results of ``experiments`` in the folder ``results``.
 
-    Raises OptionsError if there are none, and OSError.
+    Raises OptionsError if there are no results, and OSError.
     """
     import jinja2
 
@@ -67,7 +67,7 @@ def _page(
     captions: dict[str, str],
 ) -> dict[str, Any]:
     """The template's values for the results in ``folder``."""
-    # The docstring of an experiment is its question and its method.
+    # An experiment's docstring describes its question and its method.
     text = inspect.getdoc(inspect.getmodule(type(experiment.options))) or experiment.figure
     question, _, method = text.partition("\n\n")
     summaries = sorted({*folder.glob("*.csv")} - {folder / "rows.csv"})
@@ -109,7 +109,7 @@ def _picture(path: Path) -> dict[str, Any]:
 
 
 def _table(path: Path) -> dict[str, Any]:
-    """Name, columns that vary, their rows as texts, and the values of constant columns."""
+    """Name of the table, its varying columns with rows as texts, and values of constant columns."""
     import pandas as pd
 
     texts = pd.read_csv(path, dtype=str, keep_default_na=False).map(_shorten)
@@ -124,16 +124,16 @@ def _table(path: Path) -> dict[str, Any]:
 
 
 def _shorten(text: str) -> str:
-    """``text``; numbers are rounded to five digits."""
+    """Return ``text``.  A number is rounded to five digits."""
     if not re.fullmatch(r"-?\d+(\.\d+)?(e[+-]?\d+)?", text) or text.isdigit():
         return text
     return f"{float(text):.5g}"
 
 
 def _compare(notes: list[dict[str, Any]], folder: Path, name: str) -> list[dict[str, Any]]:
-    """``notes`` of published.toml, in which each value has our numbers and a verdict on them.
+    """Add our numbers and a verdict to each value of the ``notes`` of published.toml.
 
-    The verdicts are on the committed results if there are any, otherwise on ``folder``.
+    A verdict judges the committed results if they exist, otherwise the results in ``folder``.
     """
     import pandas as pd
 
