@@ -1,16 +1,15 @@
 """Decode attention for sequences that share prefixes: each prefix is read once for its whole group.
 
-Plain decode reads a system prompt once per sequence that starts with it. Here attention is split by
-keys (Hydragen, Juravsky et al., 2024; FlashInfer's cascade). The queries of a group, with all their
-heads in the rows of one tile, attend to the group's prefix. Each sequence then attends to its own
-suffix (paged_decode_attention.py). Both parts write split states, which are merged.
+Plain decode reads a shared system prompt once per sequence. Here attention is split by keys
+(Hydragen, Juravsky et al., 2024; FlashInfer's cascade). First a group's queries attend to the
+group's prefix; all their heads are rows of one tile. Then each sequence attends to its own suffix
+(paged_decode_attention.py). Both parts write split states, and a last kernel merges them.
 
-With group members x heads in the rows, the prefix part has the shape of prefill and runs in the
-prefill kernel (paged_prefill_attention.py), so the work per byte grows with the group. Programs of
-one split are launched next to each other, so that the tiles of a large group find its keys and
-values in L2. The group of a tile is looked up on the device, so the launch depends only on the
-batch and the number of groups. Tiles and splits start at fixed positions, so that at given split
-counts the result is batch-invariant.
+The prefix part has group members x heads as rows, like prefill, so the prefill kernel computes it
+(paged_prefill_attention.py). The work per byte grows with the group. Programs of one split are
+launched next to each other, so the tiles of a large group find the keys and values in L2. A tile's
+group is looked up on the device, so the launch depends only on the batch and the number of groups.
+Tiles and splits start at fixed positions. So the result is batch-invariant at given split counts.
 """
 
 from typing import Any
@@ -44,7 +43,7 @@ def _check_prefixes(
     k_cache: torch.Tensor,
     window_size: int | None,
 ) -> None:
-    """Check group offsets, and the tables of the prefixes that are read, in host memory."""
+    """Check group offsets, and the tables of all prefixes that are read (CPU tensors only)."""
     offsets = group_offsets.tolist()
     batch = suffix_lens.shape[0]
     if offsets[0] != 0 or offsets[-1] != batch or offsets != sorted(offsets):
@@ -81,8 +80,8 @@ def shared_prefix_decode_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention of one query token per sequence, in groups of sequences that share a prefix.
 
-    Up to rounding the result equals paged_decode_attention over the tokens of the group's
-    prefix followed by the sequence's suffix, but a prefix is read once for its group.
+    Up to rounding, the result equals paged_decode_attention over the group's prefix followed by the
+    sequence's suffix. But a prefix is read only once per group.
 
     Args:
         q: (batch, num_q_heads, head_dim), fp16, bf16 or fp32; head_dim 16 to 256. The
@@ -90,35 +89,36 @@ def shared_prefix_decode_attention(
         k_cache, v_cache: (num_blocks, block_size, num_kv_heads, head_dim) in q's dtype or fp8 e4m3,
             any strides but a contiguous last dimension. num_q_heads is a multiple of num_kv_heads.
         prefix_block_tables: (num_groups, max_prefix_blocks) int32, blocks of each group's prefix.
-        prefix_lens: (num_groups,) int32, tokens of each prefix, not necessarily whole blocks. 0 for
-            sequences that share nothing; any number of them can form one such group.
+        prefix_lens: (num_groups,) int32, tokens per prefix, not necessarily whole blocks. Sequences
+            that share no prefix form a group with length 0, together or separately.
         group_offsets: (num_groups + 1,) int32, the first sequence of each group, from 0 to batch.
-            A group may be empty (padding of a captured graph); its prefix is not read.
-        suffix_block_tables: (batch, max_blocks) int32, blocks of each sequence's own tokens, which
+            The prefix of an empty group (padding of a captured graph) is not read.
+        suffix_block_tables: (batch, max_blocks) int32, blocks of each sequence's own tokens. These
             start at slot 0 of a new block.
-        suffix_lens: (batch,) int32, each sequence's own tokens, including the current one.
+        suffix_lens: (batch,) int32, number of own tokens per sequence, including the current token.
         scale, window_size, softcap, alibi_slopes, sinks, k_scale, v_scale: see
-            `paged_decode_attention`; a window spans suffix and prefix.
-        num_prefix_splits: programs that share a prefix. At a given number a sequence's result is
-            bitwise the same whatever else is in the batch. None chooses from shapes and the GPU.
-        num_splits: chunks of a suffix, see `paged_decode_attention`.
+            `paged_decode_attention`. A window spans suffix and prefix.
+        num_prefix_splits: number of programs that share a prefix. For a given number, a sequence's
+            result is bitwise the same whatever else is in the batch. None chooses from shapes and
+            the GPU.
+        num_splits: maximum number of chunks of a suffix, see `paged_decode_attention`.
         out: (batch, num_q_heads, head_dim) to write to, in q's dtype or fp32; allocated if None.
         return_lse: also return the LSE.
 
     Returns:
-        The output, and with return_lse the LSE: (batch, num_q_heads) fp32, natural log, the sink
-        included. A sequence without prefix and suffix gets zeros and -inf, with sinks zeros and the
-        sink. Table entries past a length, or before the window of every sequence that shares them,
+        The output. With return_lse also the LSE: (batch, num_q_heads) fp32, natural log, with the
+        sink. A sequence without prefix and suffix gets output 0 and LSE -inf; with sinks, LSE =
+        sink. Table entries past a length, or before the windows of all sequences that share them,
         are never read.
 
-    Mutates only out. Launches three kernels on grids that depend on shapes alone, without host
-    synchronisation: the call can be captured in a CUDA graph and replayed with other groups,
+    Mutates only out. Launches three kernels. Grids depend on shapes and the GPU alone, and the host
+    does not synchronise. So a CUDA graph can capture the call and replay it with other groups,
     lengths and tables.
 
     Raises:
-        ValueError: a shape, dtype, device, stride or option that does not fit; for tensors in host
-            memory also group offsets that do not ascend from 0 to batch, a table too narrow for its
-            length, or an invalid block id.
+        ValueError: a shape, dtype, device, stride or option does not fit. For tensors in host
+            memory also: group offsets do not ascend from 0 to batch, a table is too narrow for its
+            length, or a block id is invalid.
     """
     sizes = _TENSORS(
         k_cache, v_cache, k_scale, v_scale, q, out,

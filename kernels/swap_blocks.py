@@ -1,11 +1,11 @@
 """Move whole blocks between a cache on the GPU and one in pinned host memory, both ways.
 
-If the host knows the pairs, adjacent blocks are one part, and the GPU's copy engine moves each part
-(cudaMemcpyAsync) without a multiprocessor. vLLM measured more throughput with it than with a kernel
-for parts of 0.5 to 2 MB (January 2026), but the kernel is faster below some 28 KiB (pull request
-42212). A launch of ours moves any number of blocks of all layers. As its pairs lie on the GPU, a
-CUDA graph can capture it. Pinned memory is mapped into the GPU's address space, and a few programs,
-which take the tiles round-robin, fill the bus.
+If the host knows the pairs, adjacent blocks form one part, and the GPU's copy engine moves each
+part (cudaMemcpyAsync) without a multiprocessor. vLLM measured more throughput with the copy engine
+than with a kernel for parts of 0.5 to 2 MB (January 2026), but a kernel is faster below some 28 KiB
+(pull request 42212). One launch of this kernel moves any number of blocks of all layers. A CUDA
+graph can capture the launch, because its pairs are on the GPU. Pinned memory is mapped into the
+GPU's address space. A few programs take the tiles round-robin and saturate the bus.
 """
 
 from dataclasses import replace
@@ -40,7 +40,7 @@ def _swap_blocks_kernel(
     CHUNKS: tl.constexpr, NUM_ELEMENTS: tl.constexpr,
     RUN: tl.constexpr, INNER_RUNS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """A persistent grid: program p copies the tiles p, p + num_programs, ..., chunks fastest."""
+    """Program p copies tiles p, p + num_programs, ... (persistent grid). Chunks vary fastest."""
     tile = tl.program_id(0).to(tl.int64)
     while tile < num_tiles:
         chunk = (tile % CHUNKS).to(tl.int32)
@@ -62,7 +62,7 @@ def _swap_blocks_kernel(
 
 
 def _gpu_of(src_cache: torch.Tensor, dst_cache: torch.Tensor) -> torch.device:
-    """The device that the kernel runs on. Raises for host memory that it cannot access."""
+    """Return the device that the kernel runs on. Raise if the kernel cannot access a cache."""
     for name, cache in (("src_cache", src_cache), ("dst_cache", dst_cache)):
         if not isinstance(cache, torch.Tensor):
             raise not_a_tensor(name, cache)
@@ -83,16 +83,16 @@ def _gpu_of(src_cache: torch.Tensor, dst_cache: torch.Tensor) -> torch.device:
 
 
 def _plane_strides(cache: torch.Tensor) -> tuple[int, ...]:
-    """Strides of K/V, layer and block; a cache of one plane has 0 for the first two."""
+    """Return the strides of K/V, layer and block. The first two are 0 if a cache has one plane."""
     return *(cache.stride()[:2] if cache.dim() == 6 else (0, 0)), cache.stride(-4)
 
 
 def adjacent_parts(
     src_cache: torch.Tensor, dst_cache: torch.Tensor, src_to_dst: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Parts of both caches that hold the blocks of pairs in host memory, without strides inside.
+    """Return the contiguous parts of both caches that hold the blocks of CPU-tensor pairs.
 
-    Returns the destination and the source of each part; an empty list if blocks have strides.
+    Returns a (destination, source) pair per part, or an empty list if blocks are not contiguous.
     """
     runs = block_layout.block_runs(src_cache, dst_cache)
     if runs.run < runs.num_elements:
@@ -117,32 +117,32 @@ def adjacent_parts(
 
 @functional_op(mutates_args=("dst_cache",), remembers=False)
 def swap_blocks(src_cache: torch.Tensor, dst_cache: torch.Tensor, src_to_dst: torch.Tensor) -> None:
-    """Copy whole blocks between a cache on a GPU and one in pinned host memory.
+    """Copy whole blocks between a cache on a GPU and a cache in pinned host memory.
 
-    The swapping of PagedAttention (Kwon et al., 2023): preempted sequences move out to host memory
-    and back. The caches have pools of their own, so block ids of the two are unrelated.
+    This is the swapping of PagedAttention (Kwon et al., 2023): preempted sequences move to host
+    memory and back. Each cache has its own block pool, so their block ids are unrelated.
 
     Args:
         src_cache, dst_cache: (2, num_layers, num_blocks, block_size, num_kv_heads, head_dim), K and
-            V of all layers, or (num_blocks, block_size, num_kv_heads, head_dim), one of them. Only
-            num_blocks may differ. Not parts of one tensor. Any strides, which may differ between
-            the two, but a contiguous last dimension. fp16, bf16, fp32, fp8 or 8-bit integers. At
-            least one lies on the GPU; one in host memory must be pinned.
+            V of all layers, or (num_blocks, block_size, num_kv_heads, head_dim), K or V of a layer.
+            Only num_blocks and strides may differ between the two. The last dimension is
+            contiguous. fp16, bf16, fp32, fp8 or 8-bit integers. At least one cache is on the GPU; a
+            cache in host memory must be pinned. The caches must not be parts of one tensor.
         src_to_dst: (num_pairs, 2) int64: block of src_cache, block of dst_cache. A pair with a
-            negative number is skipped. A source may occur often, a destination once. Adjacent
-            blocks form a part. For pairs in host memory the copy engine moves the blocks if parts
-            have 256 KiB or more on average and no strides inside. Otherwise, and for pairs on the
-            GPU, one kernel does.
+            negative number is skipped. A source may occur several times, a destination once.
+            Adjacent blocks form a part. If pairs are in host memory, and parts are contiguous with
+            256 KiB or more on average, the copy engine moves the blocks. Otherwise one kernel moves
+            them.
 
     Mutates dst_cache. Returns None. The copy runs asynchronously on the current stream, so later
-    launches there wait for it. Synchronise with the stream before the host reads a dst_cache
-    in host memory, or overwrites or frees a cache there. (PyTorch's pinned allocator waits for the
-    copy engine only before it reuses memory.)
+    launches on this stream wait for it. Synchronise with the stream before the host reads a
+    dst_cache, or overwrites or frees either cache, in host memory. (PyTorch's pinned allocator
+    waits for the copy engine only before it reuses memory.)
 
     Raises:
-        ValueError: a shape, dtype, device or stride that does not fit, parts of one tensor, or host
-            memory that is not pinned; if src_to_dst lies in host memory also a block past the
-            end or a repeated destination. Nothing is copied then.
+        ValueError: a shape, dtype, device or stride does not fit, the caches are parts of one
+            tensor, or host memory is not pinned. If src_to_dst is in host memory also: a block is
+            past the end, or a destination is repeated. Nothing is copied then.
     """
     device = _gpu_of(src_cache, dst_cache)
     sizes = _TENSORS(src_cache, dst_cache, src_to_dst, device=device)

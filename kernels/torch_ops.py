@@ -2,12 +2,12 @@
 torch.export.
 
 A decorator on a launcher registers an operator of the same name, with a schema from its annotations
-and a fake implementation (results without data). The decorated function calls the operator while
-torch.compile or torch.export traces, and the launcher directly otherwise, so eager calls do not pay
-for the dispatcher.
+and a fake implementation (results without data). While torch.compile or torch.export traces, the
+decorated function calls the operator. Otherwise it calls the launcher directly, so eager calls
+avoid the dispatcher.
 
-A schema has no type for "a number or a tensor", the type of an fp8 cache's scales. Operators take
-tensors only, and a traced call converts numbers.
+The scale of an fp8 cache may be a number or a tensor. A schema has no such type, so operators
+accept only tensors as scales, and a traced call converts numbers to tensors.
 
 The operators are for inference: they have no derivative. Under a bare FakeTensorMode or make_fx,
 without a compiler, call `torch.ops.pagelab.*` directly.
@@ -27,9 +27,9 @@ _library = torch.library.Library("pagelab", "DEF")
 
 
 def _on_its_gpu(launcher: Callable, remembers: bool) -> Callable:
-    """Make the GPU of the tensors current, as Triton launches on the current device.
+    """Make the tensors' GPU current, because Triton launches on the current device.
 
-    remembers: whether calls are remembered. Values in host memory are checked every time.
+    remembers: whether calls are remembered. Calls on CPU tensors never are.
     """
     on_gpu = remembered(launcher) if remembers else launcher
 
@@ -49,9 +49,9 @@ def _on_its_gpu(launcher: Callable, remembers: bool) -> Callable:
 def _operator(
     function: Callable, signature: inspect.Signature, fake: Callable, mutates_args: tuple[str, ...]
 ) -> Callable:
-    """Register a function with this signature; returns one that also takes numbers as scales.
+    """Register a function with this signature. Return a wrapper that also allows number scales.
 
-    `torch.library.custom_op` has no keyword-only tensors, and takes 8 us per call, this 1.
+    `torch.library.custom_op` has no keyword-only tensors. It takes 8 us per call, this 1 us.
     """
     name = function.__name__.lstrip("_")
     scales = [p.name for p in signature.parameters.values() if p.annotation == Scale]
@@ -81,7 +81,7 @@ def _operator(
 
 
 def _traced_or_eager(launch: Callable, traced: Callable) -> Callable:
-    """The public function: `traced` under torch.compile or torch.export, else `launch`."""
+    """Return the public function: it calls `traced` while PyTorch traces, else `launch`."""
 
     @functools.wraps(launch)
     def op(*args, **kwargs):
@@ -93,7 +93,7 @@ def _traced_or_eager(launch: Callable, traced: Callable) -> Callable:
 
 
 def like_first(first: torch.Tensor, *_args: object, **_options: object) -> torch.Tensor:
-    """Fake of an op whose result has the shape and dtype of its first argument."""
+    """Fake implementation of an op whose result has the shape and dtype of the first argument."""
     return first.new_empty(first.shape)
 
 
@@ -102,8 +102,8 @@ def functional_op(
     mutates_args: tuple[str, ...] = (),
     remembers: bool = True,
 ) -> Callable[[Callable], Callable]:
-    """Register a launcher. `fake` makes its fresh results from the same arguments; by default there
-    are none. It writes into the arguments `mutates_args`. remembers: see `kernels.launch`."""
+    """Register a launcher. fake: makes results without data (by default None) from its arguments.
+    mutates_args: arguments that it writes to. remembers: see `kernels.launch`."""
 
     def register(launcher: Callable) -> Callable:
         launch = _on_its_gpu(launcher, remembers)
@@ -116,8 +116,8 @@ def functional_op(
 def attention_op(launcher: Callable) -> Callable:
     """Register an attention launcher: q first, `out` and `return_lse` keyword-only.
 
-    An operator may not return an argument, so this one takes a required `out`, which it mutates,
-    and returns the LSE, shaped like q without head_dim, or an empty tensor without return_lse.
+    An operator may not return an argument, so the operator mutates a required `out`. It returns the
+    LSE, shaped like q without head_dim, or an empty tensor without return_lse.
     """
     launch = _on_its_gpu(launcher, remembers=True)
     parameters = dict(inspect.signature(launcher, eval_str=True).parameters)
