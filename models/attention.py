@@ -126,7 +126,7 @@ class TritonBackend(AttentionBackend):
 
 
 def _parts(metadata: AttentionMetadata) -> Iterator[tuple[slice, AttentionMetadata]]:
-    """Rows and metadata of each part of a batch."""
+    """For each part of a batch: the slice of its rows, and its metadata."""
     if not metadata.parts:
         yield slice(None), metadata
     end = 0

@@ -366,8 +366,7 @@ class ModelConfig:
     def from_dict(cls, fields: Mapping[str, Any]) -> ModelConfig:
         """Translate the fields of a config.json of transformers 4 or 5.
 
-        Raises UnsupportedModel as ``from_folder`` does, and ValueError for missing or malformed
-        fields.
+        Raises UnsupportedModel as ``from_folder`` does, and ValueError for missing or wrong fields.
         """
         names = fields.get("architectures")
         if not isinstance(names, list) or [type(name) for name in names[:1]] != [str]:
