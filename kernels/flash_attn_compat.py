@@ -3,8 +3,8 @@
     from kernels.flash_attn_compat import flash_attn_varlen_func, flash_attn_with_kvcache
 
 Names, argument order, defaults and semantics follow flash-attn 2.8 (Dao, 2023), for paged caches of
-any block size, contiguous caches and packed (varlen) keys. Inference only: there is no backward
-pass. docs/flash-attn-compat.md lists the differences. Unsupported arguments raise
+any block size, contiguous caches and packed (varlen) keys. They are for inference only: there is no
+backward pass. docs/flash-attn-compat.md lists the differences. Unsupported arguments raise
 NotImplementedError with the argument's name. The operators are in kernels/flash_attn_ops.py.
 """
 
@@ -19,7 +19,7 @@ from kernels.flash_attn_ops import flash_attn_kvcache, flash_attn_varlen
 
 
 class _ForwardOnly(torch.autograd.Function):
-    """Ties an output to inputs that require gradients, so that a backward pass raises an error."""
+    """Connects an output to inputs that require gradients, so that backward raises an error."""
 
     @staticmethod
     def forward(ctx, out, *inputs):
@@ -38,10 +38,10 @@ def _detached(tensor: Any) -> Any:
 
 
 def _as_integer(name: str, value: Any) -> int:
-    """An integer argument as an int; a NumPy integer or a tensor of one element will do.
+    """Return an integer argument as an int. NumPy integers and one-element tensors are accepted.
 
     Raises:
-        TypeError: not an integer.
+        TypeError: the value is not an integer.
     """
     try:
         if isinstance(value, bool):
@@ -52,7 +52,7 @@ def _as_integer(name: str, value: Any) -> int:
 
 
 def _window(window_size, causal: bool) -> tuple[int, int]:
-    """(left, right) with -1 for no limit, and right 0 for causal attention."""
+    """Return (left, right). -1 means no limit. For causal attention right is 0."""
     try:
         left, right = (_as_integer("window_size", size) for size in window_size)
     except (TypeError, ValueError):
@@ -88,18 +88,18 @@ def flash_attn_varlen_func(
         softmax_scale: headdim ** -0.5 if None.
         softcap: scores become softcap * tanh(score / softcap); 0 for none.
         alibi_slopes: (nheads,) or (batch, nheads) fp32; adds -slope * |distance of positions|.
-        deterministic: for the backward pass only; the result is always deterministic.
+        deterministic: has no effect, because results are always deterministic.
         return_attn_probs: also return the LSE and an empty tensor (flash-attn's S_dmask, which is
             empty without dropout).
         block_table: (batch, max_blocks) int32.
 
     Returns:
-        (total_q, nheads, headdim), and with return_attn_probs the LSE, (nheads, total_q) fp32, and
-        the empty tensor. A query that sees nothing gets zeros and +inf.
+        Output, (total_q, nheads, headdim). With return_attn_probs also the LSE, (nheads, total_q)
+        fp32, and the empty tensor. A query that sees no key gets output 0 and LSE +inf.
 
     Raises:
-        NotImplementedError: dropout_p other than 0; a backward pass through the output.
-        ValueError: a shape, dtype, device or option that does not fit.
+        NotImplementedError: dropout_p is not 0, or a backward pass goes through the output.
+        ValueError: a shape, dtype, device or option does not fit.
     """
     if dropout_p:
         raise NotImplementedError(f"dropout_p: only 0 is supported, got {dropout_p}")
@@ -129,19 +129,19 @@ def flash_attn_with_kvcache(
     rotary_interleaved: bool = True, alibi_slopes: torch.Tensor | None = None,
     num_splits: int = 0, return_softmax_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Write new keys and values, where given, into a KV cache, and compute attention over it.
+    """Write new keys and values, if given, into a KV cache, and compute attention over the cache.
 
-    seqlen_k is the number of a sequence's tokens in the cache, with the new ones and without left
-    padding. Query i has position i + seqlen_k - seqlen (bottom-right alignment). It sees the keys
-    from window_size[0] before its position to window_size[1] after it. Negative sizes mean no
+    seqlen_k is the number of a sequence's tokens in the cache. It includes new tokens and excludes
+    left padding. Query i has position i + seqlen_k - seqlen (bottom-right alignment). It sees the
+    keys from window_size[0] before its position to window_size[1] after it. Negative sizes mean no
     limit; causal sets window_size[1] to 0.
 
     Args:
         q: (batch, seqlen, nheads, headdim), fp16, bf16 or fp32.
         k_cache, v_cache: (batch_cache, seqlen_cache, nheads_k, headdim), or with block_table
             (num_blocks, block_size, nheads_k, headdim), any block size.
-        k, v: (batch, seqlen_new, nheads_k, headdim), written to the cache from index cache_seqlens
-            on. They require cache_seqlens.
+        k, v: (batch, seqlen_new, nheads_k, headdim), written to the cache at cache_seqlens,
+            cache_seqlens + 1, ... They require cache_seqlens.
         rotary_cos, rotary_sin: (seqlen_ro, rotary_dim / 2), any float dtype, seqlen_ro at least the
             capacity of the cache per sequence. They require k and v. A new key is rotated by the
             index that it is written to. Query i is rotated by cache_seqlens + i if causal or with a
@@ -154,20 +154,20 @@ def flash_attn_with_kvcache(
         softcap: scores become softcap * tanh(score / softcap); 0 for none.
         rotary_interleaved: pairs are (2 i, 2 i + 1) instead of (i, i + rotary_dim / 2).
         alibi_slopes: (nheads,) or (batch, nheads) fp32; adds -slope * |distance of positions|.
-        num_splits: programs that share the keys of a query; 0 chooses.
+        num_splits: maximum number of programs that share the keys of a query. 0: automatic.
         return_softmax_lse: also return the LSE.
 
     Returns:
-        (batch, seqlen, nheads, headdim), and with return_softmax_lse the LSE, (batch, nheads,
-        seqlen) fp32. A query that sees nothing gets zeros and +inf.
+        Output, (batch, seqlen, nheads, headdim). With return_softmax_lse also the LSE, (batch,
+        nheads, seqlen) fp32. A query that sees no key gets output 0 and LSE +inf.
 
-    Mutates k_cache and v_cache if k and v are given. No host synchronisation. Results do not
+    Mutates k_cache and v_cache if k and v are given. The host does not synchronise. Results do not
     require gradients.
 
     Raises:
-        NotImplementedError: cache_batch_idx together with block_table.
-        ValueError: a shape, dtype, device or option that does not fit; where the tensors lie in
-            host memory also sequences that outgrow the cache. Nothing has been written then.
+        NotImplementedError: cache_batch_idx and block_table are both given.
+        ValueError: a shape, dtype, device or option does not fit. For tensors in host memory also:
+            a sequence outgrows the cache. Nothing is written then.
     """
     if cache_batch_idx is not None and block_table is not None:
         raise NotImplementedError("cache_batch_idx: not supported together with block_table")

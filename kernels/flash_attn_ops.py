@@ -1,13 +1,13 @@
 """The operators behind flash-attn's entry points (kernels/flash_attn_compat.py).
 
-Each call becomes one attention call on a cache. A contiguous cache is a paged one whose blocks hold
-a whole sequence. Packed keys are a single such block, in which every sequence has its own start.
-Left padding is such a start, too. A batch of single queries uses the split-KV decode kernel, any
-other batch the prefill kernel. The length of such a block is not a constant of the kernels, so a
-cache that grows with every call compiles once.
+Each call becomes one attention call on a cache. A contiguous cache is treated as a paged cache
+whose blocks each hold a whole sequence. Packed keys are one such block, in which every sequence has
+its own start slot. Left padding also sets a start slot. A batch of single queries uses the split-KV
+decode kernel, any other batch the prefill kernel. The length of such a block is not a constant of
+the kernels, so a cache that grows with every call compiles once.
 
-Arguments have flash-attn's names, except `scale` (softmax_scale), `window`, (left, right) with -1
-for no limit and right 0 if causal, and `return_lse`, without which the LSE returned is empty.
+Arguments have flash-attn's names, with three exceptions. `scale` is softmax_scale. `window` is
+(left, right); -1 means no limit, and right is 0 if causal. Without `return_lse`, the LSE is empty.
 """
 
 import math
@@ -70,11 +70,11 @@ _CACHE_TENSORS = {
     )
     for has_new in (False, True)
 }
-"""By whether k and v are given, which are written to the cache."""
+"""Key: whether k and v are given. If they are, the caches are written."""
 
 
 def _contiguous_rows(tensor: Any) -> Any:
-    """The tensor, copied if its last dimension is not contiguous, as flash-attn does."""
+    """Like flash-attn, copy a tensor whose last dimension is not contiguous."""
     if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0 or tensor.stride(-1) == 1:
         return tensor
     return tensor.contiguous()
@@ -89,9 +89,9 @@ def _attend(
     kv_starts: torch.Tensor | None = None, paged: bool = True, max_seqlen_k: int | None = None,
     return_lse: bool, **options,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Attention of q, (total_q, num_q_heads, head_dim), and its LSE, (total_q, num_q_heads).
+    """Return attention of q, (total_q, num_q_heads, head_dim), and LSE, (total_q, num_q_heads).
 
-    cu_seqlens_q None: one query per sequence. Keys then start at slot 0, and block_tables is given.
+    cu_seqlens_q None: each sequence has one query, keys start at slot 0, block_tables is given.
     """
     left, right = (None if size < 0 else size for size in window)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -110,7 +110,7 @@ def _attend(
         )  # fmt: skip
     if lse is None:
         return out, q.new_empty(0, dtype=torch.float32)
-    # flash-attn reports +inf for a row that sees nothing.
+    # flash-attn reports +inf for a row that sees no key.
     return out, lse.masked_fill_(lse == -math.inf, math.inf)
 
 
@@ -120,7 +120,7 @@ def _fake(q, *_args, return_lse, **_options):
 
 
 def _heads_first(lse: torch.Tensor) -> torch.Tensor:
-    """An LSE, (..., seqlen, nheads), as flash-attn returns it: (..., nheads, seqlen)."""
+    """Transpose an LSE, (..., seqlen, nheads), to flash-attn's (..., nheads, seqlen)."""
     return lse.transpose(-1, -2).contiguous()
 
 
@@ -133,7 +133,7 @@ def flash_attn_varlen(
     scale: float | None, window: Sequence[int], softcap: float,
     alibi_slopes: torch.Tensor | None, block_table: torch.Tensor | None, return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Output and LSE, (nheads, total_q), of `flash_attn_varlen_func`."""
+    """Return the output and LSE, (nheads, total_q), of `flash_attn_varlen_func`."""
     q, k, v = map(_contiguous_rows, (q, k, v))
     spec = _PACKED_TENSORS if block_table is None else _PAGED_TENSORS
     sizes = spec(k, v, q, cu_seqlens_q, cu_seqlens_k, alibi_slopes, block_table)
@@ -153,7 +153,7 @@ def flash_attn_varlen(
             window_size=None if window[0] < 0 else window[0] + 1,
             names=("block_table", "cu_seqlens_k"),
         )  # fmt: skip
-    # As cu_seqlens_q ends at total_q, every sequence then has one query.
+    # Then every sequence has one query, because cu_seqlens_q ends at total_q.
     single_queries = max_seqlen_q == 1 and q.shape[0] == batch and block_table is not None
     out, lse = _attend(
         q, k_cache, v_cache, block_table, None if single_queries else cu_seqlens_q, context_lens,
@@ -166,7 +166,7 @@ def flash_attn_varlen(
 
 
 def _positions(starts: torch.Tensor, count: int) -> torch.Tensor:
-    """Positions starts[i], starts[i] + 1, ... of each sequence: (batch * count,)."""
+    """Return positions starts[i], starts[i] + 1, ... of each sequence i, (batch * count,)."""
     if count == 1:
         return starts
     steps = torch.arange(count, dtype=starts.dtype, device=starts.device)
@@ -186,9 +186,9 @@ def flash_attn_kvcache(
     rotary_interleaved: bool, alibi_slopes: torch.Tensor | None,
     num_splits: int, return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Output and LSE, (batch, nheads, seqlen), of `flash_attn_with_kvcache`.
+    """Return the output and LSE, (batch, nheads, seqlen), of `flash_attn_with_kvcache`.
 
-    cache_seqlens: a tensor, or None if all sequences have cache_seqlen tokens; both None if full.
+    cache_seqlens: None if all sequences have cache_seqlen tokens. Both are None if all are full.
     """
     q, k, v, cache_batch_idx, block_table = map(
         _contiguous_rows, (q, k, v, cache_batch_idx, block_table)
@@ -252,7 +252,7 @@ def flash_attn_kvcache(
         stored = k.flatten(0, 1), v.flatten(0, 1), k_cache, v_cache, slots
         caches = k_cache, v_cache
         if not paged and all(c.stride(0) == c.shape[1] * c.stride(1) for c in caches):
-            # Blocks of one token have the same slots, and all sizes of the cache compile once.
+            # With blocks of one token, slots are equal, and kernels compile for any cache size.
             stored = *stored[:2], *(cache.flatten(0, 1)[:, None] for cache in caches), slots
         if rotary is None:
             store_kvcache(*stored)

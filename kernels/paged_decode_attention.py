@@ -162,7 +162,7 @@ def _paged_decode_kernel(
     Strides of the caches are in bytes.
     BLOCK_SIZE 0: not paged. Entry 0 of a table row is the contiguous piece that holds the sequence.
     PAIRED_VALUES: read the values of an fp8 cache in pairs. Even and odd elements have separate
-    accumulators, joined at the end.
+    accumulators, which are joined at the end.
     """
     await_launches_before(PDL)
     NUM_Q_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP_SIZE
