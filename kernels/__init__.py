@@ -48,7 +48,7 @@ if INTERPRETED:
     hasten()
 else:
     # Triton 3.7.1 includes a callee's globals in a function's hash only if the callee was hashed
-    # before. Hash in one order, so that all processes find the same entries in the compile cache.
+    # before. Hash in a fixed order, so that all processes find the same compile-cache entries.
     for _name in sorted(name for name in sys.modules if name.startswith("kernels.")):
         for _kernel in list(vars(sys.modules[_name]).values()):
             if isinstance(_kernel, JITFunction):

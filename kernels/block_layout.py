@@ -47,7 +47,7 @@ class BlockRuns:
 
 
 def block_runs(*caches: torch.Tensor) -> BlockRuns:
-    """Merge the last three dimensions (slots, heads, dims) to runs. Caches share these sizes."""
+    """Merge slots, heads and dims to runs. Their sizes are equal in all caches."""
     shape = caches[0].shape[-3:]
     strides = [cache.stride()[-3:] for cache in caches]
     order = sorted(range(2), key=lambda dim: strides[0][dim], reverse=True)

@@ -85,7 +85,7 @@ def _tensors(num_planes: int) -> TensorSpec:
 
 @functional_op(mutates_args=("planes",), remembers=False)
 def _copy_blocks(planes: list[torch.Tensor], src_to_dst: torch.Tensor) -> None:
-    """`copy_blocks` on one tensor of six dimensions, or on [k_0, v_0, k_1, v_1, ...] of four."""
+    """`copy_blocks` on [6-dimensional tensor] or on [k_0, v_0, k_1, v_1, ...] (4-dimensional)."""
     first = planes[0]
     is_one_tensor = len(planes) == 1
     num_blocks = _tensors(len(planes))(*planes, src_to_dst).num_blocks

@@ -5,7 +5,7 @@ An fp8 cache holds x / scale as e4m3 numbers (OCP: bias 7, largest 448, no infin
 finite number becomes NaN. A scale is constant within a program, so the K scale is multiplied into
 the scale of the scores and the V scale into the output. Tiles only need conversion.
 
-Kernels get such a cache as uint8. On sm_89 and later an instruction converts e4m3. Elsewhere Triton
+Kernels get an fp8 cache as uint8. On sm_89 and later an instruction converts e4m3. Elsewhere Triton
 has no e4m3 type, and integer operations give the same result.
 """
 

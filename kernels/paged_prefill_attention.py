@@ -17,9 +17,9 @@ causal attention is window_right = 0. For a tile of rows, keys fall into three r
 
 Only the outer two regions need masks; each spans a tile or two. Keys that no row sees are not
 loaded. Keys are processed in steps of TILE_N from the first visible key, whatever the block size.
-With SCORES_AHEAD, the product Q K of the next keys is issued before the product P V of these. If
-products are asynchronous, P V then runs during the next softmax, as it does within a warp group of
-FlashAttention 3 (Shah et al., 2024).
+With SCORES_AHEAD, the product Q K of the next step is issued before the product P V of this step.
+If products are asynchronous, P V then runs during the next softmax, as it does within a warp group
+of FlashAttention 3 (Shah et al., 2024).
 
 If few queries follow a long cached prefix (a turn of an agent), the tiles of rows do not fill the
 GPU. Then the keys of a tile can be divided into chunks for several programs, as in decode

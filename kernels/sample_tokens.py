@@ -154,8 +154,8 @@ def _comes_before(logits, tokens, pivot, pivot_token):
 def _candidates(row_ptr, tokens, vocab_size, stride_token, floor, pivot, pivot_token):
     """Return the scores without noise of [NOISE_SPAN] tokens. Excluded tokens get -inf.
 
-    floor: smaller logits are excluded, unless None. pivot: logit of pivot_token. Only tokens before
-    pivot_token are allowed, unless None.
+    floor: smaller logits are excluded (None: no limit). pivot: logit of pivot_token; only tokens
+    before pivot_token are allowed (None: all).
     """
     logits = _load_logits(row_ptr, tokens, vocab_size, stride_token, floor)
     scores = tl.where(logits == logits, logits, float("inf"))  # a NaN must not be ignored

@@ -2,7 +2,7 @@
 
 Plain decode reads a shared system prompt once per sequence. Here attention is split by keys
 (Hydragen, Juravsky et al., 2024; FlashInfer's cascade). First a group's queries attend to the
-group's prefix; all their heads are rows of one tile. Then each sequence attends to its own suffix
+group's prefix; the rows of a tile are queries x heads. Then each sequence attends to its own suffix
 (paged_decode_attention.py). Both parts write split states, and a last kernel merges them.
 
 The prefix part has group members x heads as rows, like prefill, so the prefill kernel computes it

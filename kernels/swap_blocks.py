@@ -1,4 +1,4 @@
-"""Move whole blocks between a cache on the GPU and one in pinned host memory, both ways.
+"""Move whole blocks between a cache on the GPU and a cache in pinned host memory, both ways.
 
 If the host knows the pairs, adjacent blocks form one part, and the GPU's copy engine moves each
 part (cudaMemcpyAsync) without a multiprocessor. vLLM measured more throughput with the copy engine

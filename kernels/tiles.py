@@ -1,4 +1,4 @@
-"""The one table of tile shapes, warps, pipeline stages and split counts.
+"""The table of tile shapes, warps, pipeline stages and split counts.
 
 Choices depend only on shapes, dtypes and the architecture, never on the batch or on device values.
 So a sequence is always computed with the same tiles, and results are batch-invariant.
@@ -39,7 +39,7 @@ PROGRAMS_PER_MULTIPROCESSOR = 2
 """Decode programs that are resident on a multiprocessor; tests check the compiled kernels."""
 MAX_SPLITS = 128
 PROGRAMS_OF_FEW_QUERIES = 128
-"""Maximum number of prefill programs for a sequence with few queries; one fits a multiprocessor."""
+"""Maximum number of prefill programs for a sequence with few queries; a multiprocessor fits one."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -96,7 +96,7 @@ def pdl_options(device: torch.device) -> dict[str, bool]:
     return {"PDL": True, "launch_pdl": True} if has_pdl else {"PDL": False}
 
 
-# Triton's functions of these names also work inside kernels, and take microseconds per call.
+# Triton's functions with these names also work in kernels, but take microseconds per call.
 def cdiv(dividend: int, divisor: int) -> int:
     """Return dividend / divisor, rounded up."""
     return -(-dividend // divisor)
@@ -139,7 +139,7 @@ MAX_NORM_SIZE = 32768
 
 @functools.cache
 def norm_tile(hidden_size_padded: int) -> RowTile:
-    """Rows per program of add_rms_norm: several short rows, or one long one.
+    """Rows per program of add_rms_norm: several short rows or one long row.
 
     A thread does two 16-byte loads (fp16) of each operand; more if a row needs over 16 warps.
     """
