@@ -41,7 +41,7 @@ class SweepOptions:
     out: Path | None = None
     """Folder of the results. None: results, in the current folder."""
     jobs: int | None = None
-    """Worker processes. None: one per core, but a single one for timed cells and on a GPU."""
+    """Number of worker processes. None: one per core, but only one for timed cells and on a GPU."""
     fresh: bool = False
     """Run finished cells again."""
     ray: str | None = None

@@ -4,7 +4,7 @@ Every sample starts with a cold L2: a buffer larger than L2 is read first. With 
 sample is one replay of a CUDA graph, so its time excludes launches and Python. With
 ``launch="eager"`` a sample is a call on an idle GPU, and its time includes both. Times are measured
 by the device, between two events. Calls that are compared are timed in turns, so that a change of
-the card's clocks affects all of them. Without a CUDA device there are no times.
+the card's clocks affects all of them. Without a CUDA device nothing is timed.
 """
 
 from __future__ import annotations

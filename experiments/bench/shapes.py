@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 OURS = "pagelab"
 """Name of our kernels among the implementations."""
 COPY_ENGINE = "copy_engine"
-"""Name of swaps with one driver copy for each part of adjacent blocks, however small."""
+"""Name of swaps that call the driver's copy once for each group of adjacent blocks."""
 
 
 class WrongResult(Exception):
@@ -49,7 +49,7 @@ class Shape:
     """Number of layers whose blocks copy and swap move."""
     dtype: str = "bfloat16"
     kv_dtype: str | None = None
-    """Dtype of the cache; ``dtype`` if None."""
+    """Dtype of the cache.  None: ``dtype``."""
     num_splits: int | None = None
     """Number of splits of a sequence in decode and prefill.  None: the op chooses."""
     seed: int = 0

@@ -120,7 +120,7 @@ def _draw_moves(rows: style.DataFrame) -> style.Figure:
 
 
 def _draw_cascade(rows: style.DataFrame) -> style.Figure:
-    """The gain of the shared prefix over plain decode."""
+    """Speed of shared-prefix decode, divided by the speed of plain decode."""
     figure, (axis,), _ = style.panel_grid(1, height=2.6, width=4)
     times = rows.pivot_table("p50_us", ["batch", "prefix_len"], "implementation")
     times = times.reindex(columns=[OURS, PLAIN])
