@@ -1,16 +1,16 @@
 """Asynchronous copies and products in flight, in groups that threads wait for.
 
-commit_group closes a group with all that the thread issued since its last commit_group.
+commit_group closes a group of all operations that the thread issued since its last commit_group.
 wait_group n waits until at most the n youngest groups of the thread are pending.
 
 cp.async (PTX ISA 9.7.9.25.3): the data arrives at the wait. Until then an access to its destination
 in shared memory is a fault, so the moment of arrival makes no difference.
 
-wgmma (9.7.15): a product is computed when it is issued. Until the wait its accumulators may not be
-accessed: they hold an `InFlight`, which raises when a thread reads it. Its operands in shared
-memory are marked as being read and may not be overwritten. wgmma.fence orders register accesses
-before a product. Since the thread's last fence only other products may have changed the
-accumulators and the operands in registers.
+wgmma (9.7.15): a product is computed when it is issued. Until the wait, an accumulator holds an
+`InFlight`, which raises Fault when a thread reads the register. Operands in shared memory are
+marked as being read and may not be overwritten. wgmma.fence orders register accesses before a
+product. Between the thread's last fence and a product, only other products may change the
+accumulators and the register operands of this product.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class CopyQueue(Queue):
 
 
 class InFlight:
-    """In place of the array of a register that a product or load in flight writes."""
+    """Replaces the array of a register while a product or load in flight writes the register."""
 
     def __init__(self, batch, array, threads, kind=FaultKind.MATRIX_IN_FLIGHT):
         self.batch, self.array, self.threads, self.kind = batch, array, threads, kind
@@ -101,7 +101,7 @@ class InFlight:
         return self.array
 
     def holding(self, array) -> InFlight:
-        """A copy with another array, in which threads that do not wait have written."""
+        """A copy with another array, after threads without operations in flight wrote to it."""
         return InFlight(self.batch, array, self.threads, self.kind)
 
     def view(self, dtype):

@@ -1,8 +1,8 @@
 """Ordinary launches of Triton kernels, executed here: `with execute_ptx("sm_90"): op(cpu_tensors)`.
 
-Inside, Triton has a driver that compiles for the named architecture down to PTX (ptxas is not run)
-and executes a launch's PTX on CPU tensors. The ops run with their own launchers, checks, tiles and
-split counts for that architecture.
+Inside the `with` block, Triton uses a driver that compiles kernels for this architecture to PTX
+(without ptxas) and executes the PTX of each launch on CPU tensors. The launchers, checks, tiles and
+split counts of the ops are the ones that a GPU of this architecture would use.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class LaunchRecord:
     warp_instructions: int
     """Instructions, counted once for each warp that executed them."""
     counts: Counts | None = None
-    """None unless `execute_ptx` counts."""
+    """None unless `execute_ptx` was called with `count=True`."""
 
 
 @dataclass

@@ -1,11 +1,11 @@
 """Programs that run: threads, control flow, barriers, and the order in which warps take turns.
 
-A batch holds several programs of a launch. An instruction runs at once for all threads that stand
-at it. Threads that branch apart form groups, which join where one group reaches another. The group
-that is furthest behind runs first, except that a group whose test of an mbarrier failed runs after
-the other groups. With a seed, groups are cut into warps (warp groups, for wgmma) at random and run
-in random turns, and programs enter batches in random order. The result of a correct kernel does not
-depend on the order. Most faults are found in any order, because checks go by barriers and waits.
+A batch holds several programs of a launch. An instruction runs at once for all threads that have
+reached it. Threads that branch apart form groups. Two groups at the same instruction are merged.
+The group that is furthest behind runs first, but a group whose test of an mbarrier failed runs
+after all others. With a seed, random warps of a group (warp groups, for wgmma) run in random turns,
+and programs enter batches in random order. The result of a correct kernel does not depend on the
+order. Most faults are found in any order, because the checks look for missing barriers and waits.
 
 bar.sync (PTX ISA 9.7.13.1) holds threads until all threads of the program have reached it. A thread
 that has ended never reaches it.
@@ -37,9 +37,9 @@ from kernels.executor.tensor_memory import TensorMemory
 from kernels.executor.undefined import alternate, following
 
 MAX_THREADS = 2048
-"""Threads of a batch; more spread the cost of an instruction, until registers leave the cache."""
+"""Threads per batch. More threads share the cost of a step, but registers must fit in the cache."""
 MAX_INSTRUCTIONS = 4_000_000
-"""Instructions that a batch may execute: a loop that never ends is a fault in minutes."""
+"""Maximum number of instructions per batch, so an endless loop becomes a fault within minutes."""
 
 _EVERYWHERE = np.ones(1, np.bool_)
 
@@ -55,7 +55,7 @@ class Kernel:
         for one in self.program.instructions:
             step, effects = translate(self.program, one)
             self.steps.append((step, *following(step, one, effects)))
-        # Of a register that nothing wrote every bit is 1: a NaN, and no address.
+        # All bits of an unwritten register are 1, which is a NaN and no valid address.
         self.registers = [
             np.ones(1, np.bool_) if width == 1 else np.full(1, 2**width - 1, UNSIGNED[width])
             for width in self.program.widths
@@ -200,7 +200,7 @@ class Batch:
                 del self._undefined_in[id(entry[2])]
 
     def undefine(self, register: Register | str, threads: np.ndarray, why: str) -> None:
-        """Mark what these threads have just computed as undefined; register: its target."""
+        """Mark the values that these threads have just written to `register` as undefined."""
         if threads.any() and isinstance(register, Register):
             location = self.launch.kernel.program.instructions[self.at].location
             values = np.where(threads, alternate(register.width), self.registers[register.index])
@@ -313,8 +313,8 @@ class Batch:
         return None
 
     def _arrive(self, at: int, mask: np.ndarray | None, waiting: np.ndarray | None) -> bool:
-        """A group reaches a barrier, if predicated only `waiting` of it. Returns whether all of it
-        goes on at once."""
+        """A group reaches a barrier. If predicated, only threads in `waiting` wait. Returns if
+        the whole group goes on at once."""
         self.whole_warps(waiting)
         if mask is None and waiting is None and not self._waiting.any():
             self.shared.epochs += 1
@@ -327,9 +327,9 @@ class Batch:
         return False
 
     def _open_barriers(self, at_end: bool = False) -> None:
-        """Let programs pass whose threads are all there. at_end: no other thread can come any more.
+        """Release the programs whose threads all wait. at_end: no other thread can arrive.
 
-        Programs wait for one another, if they can, to go on together.
+        Without a seed, programs wait until no group can run, and then continue together.
         """
         by_program = self._waiting.reshape(self.num_programs, -1)
         complete = by_program.all(1)

@@ -6,8 +6,8 @@ Fragments (figures of 9.7.14.5). Thread 4 g + t of a warp holds:
     B       column g
     C, D    the elements (g, 2 t), (g, 2 t + 1), (g + 8, 2 t), (g + 8, 2 t + 1)
 
-A 32-bit register of A or B has 1, 2 or 4 elements along k, starting at t times that number. The
-first registers hold the first half of k, the last registers the second half.
+A 32-bit register of A or B has n = 1, 2 or 4 elements along k, starting at element t n. The first
+registers hold the first half of k, the last registers the second half.
 
 Each term of a product is exact. The terms and the accumulator are added in f64 and rounded once to
 f32, which is at least as accurate as any GPU.
@@ -39,8 +39,8 @@ def rows_of_a(bits: list[np.ndarray], kind: str) -> np.ndarray:
 
 
 def fragments(product: np.ndarray) -> np.ndarray:
-    """[numbers of a thread, threads], as threads hold D, from the products [..., n] of warps, 16
-    rows each."""
+    """Rearrange the products [..., n] of warps, 16 rows each, as threads hold D: [numbers of a
+    thread, threads]."""
     n = product.shape[-1]
     halves = product.reshape(-1, 2, 8, n // 8, 4, 2)  # warp, half, group, ..., thread, number
     return halves.transpose(3, 1, 5, 0, 2, 4).reshape(n // 2, -1)

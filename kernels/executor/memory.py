@@ -1,15 +1,15 @@
-"""Checked memory: what global, shared and local memory have in common.
+"""Checked memory: the base of global, shared and local memory.
 
-A record says which program and which of its warps read and wrote a unit of memory last. A unit is
-as large as the smallest access to its region so far, up to 16 bytes; accesses are aligned to their
-size, so a unit is exact. By the memory consistency model (PTX ISA, chapter 8) these are races:
+A record stores the program and the warps that last read and wrote a unit of memory. A unit is as
+large as the smallest access to its region so far, up to 16 bytes. Accesses are aligned to their
+size, so no access covers part of a unit. By the PTX memory model (chapter 8) these are races:
 
 - two programs access a unit and one of them writes it, unless both accesses are atomic, or the
   first program has since executed an atomic instruction with release semantics and the second one
-  with acquire semantics. To which address is not checked: a wrong lock is not noticed.
-- two warps of a program do so without a barrier between them. Warps that hold the same part of
-  a result are allowed what Triton makes them do: to store the same value, and in global memory to
-  load by one instruction what one of them overwrites after its own load;
+  with acquire semantics. The addresses are not compared, so a wrong lock is not noticed.
+- two warps of a program do so without a barrier between them. Two cases are allowed, because
+  Triton compiles to them if warps hold the same part of a result: the warps store the same value,
+  or load global memory by one instruction before one of them overwrites it;
 - memory that the launch writes is read by ld.global.nc;
 - the source of a cp.async or of a matrix product is written before its wait, or the target of a
   cp.async is accessed.
@@ -105,8 +105,8 @@ class Threads(NamedTuple):
 
 _UNCOUNTED: dict[str, Any] = {"cache": True, "_nrt": False}
 compiled = numba.njit(**_UNCOUNTED)
-"""Compiles without reference counts: with them numba counts every array of Arrays for every thread,
-which takes five times longer. Such functions cannot allocate."""
+"""Compiles without reference counts, so the functions cannot allocate. With reference counts numba
+counts every array of Arrays for every thread, which takes five times longer."""
 inlined = numba.njit(**_UNCOUNTED, forceinline=True)
 
 _OUTSIDE, _HOLE, _MISALIGNED, _UNWRITTEN, _CONSTANT, _READING, _COPYING = range(1, 8)

@@ -130,7 +130,7 @@ class FreshMemory:
         return wrapper
 
     def _remember(self, tensor: torch.Tensor, kept: np.ndarray = _NO_BYTES) -> None:
-        """Mark the tensor's memory as fresh. `kept` are the marks of its first bytes."""
+        """Mark the tensor's memory as fresh, except that its first bytes get the marks `kept`."""
         if type(tensor) is not torch.Tensor or not tensor.is_cpu:
             return
         held = _bytes_of(tensor)

@@ -1,11 +1,11 @@
 """Undefined values: unwritten registers, quotients by zero, and shifts by the width or more (PTX
 clamps such shifts, LLVM leaves them undefined).
 
-Compilers compute undefined values that are never used, under a mask or in the unused half of a
-packed pair, so an undefined value alone is no fault. It gets an alternate: a second value that it
-could have. Instructions that depend on it run twice, once with each value. It is a fault if a value
-differs from its alternate and is used as an address, as a condition, or as an operand of a store or
-atomic instruction on global memory.
+Compiled code contains undefined values that are never used (under a mask, or in the unused half of
+a packed pair), so an undefined value alone is no fault. The register gets an alternate, a second
+possible value. Instructions that depend on the register run twice, once with each value. A fault is
+raised if a value differs from its alternate and is used as an address, as a condition, or as an
+operand of a store or atomic instruction on global memory.
 
 An undefined value is not detected if both values give the same result, for example in a comparison.
 Alternates are not propagated through memory, exchanges between threads or tensor cores.
@@ -41,7 +41,7 @@ def alternate(width: int) -> np.ndarray:
 
 def following(step, one: Instruction, effect: Effects):
     """(registers of a step, a step that also computes the alternates of its results). The second
-    one is needed only if one of these registers has an alternate."""
+    step is needed only if one of these registers has an alternate."""
     guard = [one.predicate[0].index] if one.predicate else []
     sources = {*effect.reads, *effect.addresses, *guard}
     concerned = frozenset({*sources, *effect.writes})
@@ -94,7 +94,7 @@ def following(step, one: Instruction, effect: Effects):
 
 
 def _define(batch, index: int, threads: np.ndarray | None) -> None:
-    """These threads of the group, None for all of the batch, write a register."""
+    """Note that `threads` of the group (None: all threads of the batch) write a register."""
     if threads is None:
         batch.forget(index)
         return
