@@ -57,7 +57,7 @@ class EvictionPolicy(abc.ABC):
     """True for offline policies: ``start`` must be given ``next_use``."""
 
     hooks: frozenset[str] = frozenset()
-    """The optional methods that a class defines.  Only these need to be called."""
+    """The optional methods that a class defines.  Owners need to call only these methods."""
 
     compilable: bool = False
     """Whether ``cache.simulate`` may compile the policy.  True for a class of this package and for
@@ -131,7 +131,7 @@ class EvictionPolicy(abc.ABC):
 
     @abc.abstractmethod
     def evict(self) -> int:
-        """Remove and return the block to give up.  Raises IndexError if none is released."""
+        """Remove and return the block to evict.  Raises IndexError if no block is released."""
 
     def remove(self, block: int) -> None:
         """Evict the released ``block`` that the caller chose.  ``Safeguarded`` calls it."""
@@ -178,8 +178,9 @@ _COMPILED_WITH_A_POLICY = {"own_state", "priority", "classify", "learn"}
 def _overridden(cls: type, base: type) -> set[str]:
     """Methods of ``base`` that ``cls`` overrides, without special methods."""
     methods = {name for name in dir(base) if not name.startswith("__")}
-    functions = {name for name in methods if inspect.isfunction(getattr(cls, name))}
-    return {name for name in functions if getattr(cls, name) is not getattr(base, name)}
+    methods = {name for name in methods if callable(getattr(cls, name))}
+    static = inspect.getattr_static
+    return {name for name in methods if static(cls, name) is not static(base, name)}
 
 
 def check_victims(

@@ -223,7 +223,7 @@ class ClassPolicy(EvictionPolicy):
         return [class_ for class_, blocks in enumerate(self._classes) if blocks]
 
     def _oldest(self, class_: int) -> int:
-        """The oldest released block of a class; -1 if there is none."""
+        """The oldest released block of a class; -1 if no block of the class is released."""
         return next(iter(self._classes[class_]), -1)
 
     def remove(self, block: int) -> None:

@@ -9,7 +9,7 @@ class FrequencyCost(PriorityPolicy):
     """Evicts the block with the fewest hits per second since its first hit (vLLM, request 27539).
 
     The value is computed at each release; without hits it is 0.  The proposal multiplies it by the
-    cost of a block, which is the same for all blocks here.  Times below one second count as one
+    cost of a block, which is the same for all blocks here.  Times below a second count as one
     second.  If times are unknown, each request counts as one second.
     """
 

@@ -11,7 +11,7 @@ Item = TypeVar("Item", bound=Hashable)
 class LazyHeap(Generic[Item]):
     """Hashable items, smallest priority first; ties: first pushed first.
 
-    A priority is one number or several, compared in order.  Removed items leave stale entries,
+    A priority is a sequence of numbers, compared in order.  Removed items leave stale entries,
     which are dropped at the top or when most entries are stale: O(log n) amortised.
     """
 

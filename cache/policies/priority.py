@@ -50,7 +50,7 @@ class BlockHistory(NamedTuple):
     total_accesses: int = 0
     """``accesses``, plus the accesses before an eviction if the ghost is remembered."""
     interval: float = math.nan
-    """Time since the previous release of the content, its ghost's included; NaN without one."""
+    """Time since the previous release of the content, even if evicted since; NaN: no release."""
     request: RequestInfo = UNKNOWN_REQUEST
     """The request that releases the block."""
     memory: MutableSequence[float] = []  # noqa: RUF012
@@ -59,7 +59,7 @@ class BlockHistory(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Record:
-    """State of one resident block."""
+    """State of a resident block."""
 
     depth: int
     key: Hashable

@@ -20,7 +20,7 @@ class Bag:
     def remove(self, item: int) -> None:
         """Raises KeyError if ``item`` is not in the bag."""
         position, last = self._position[item], self._items.pop()
-        if last != item:  # the last one fills the gap
+        if last != item:  # the last item fills the gap
             self._items[position] = last
             self._position[last] = position
         del self._position[item]

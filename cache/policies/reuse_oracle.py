@@ -6,8 +6,8 @@ from cache.policies.priority import BlockHistory, PriorityPolicy
 class ReuseOracle(PriorityPolicy):
     """Evicts the oldest block that is never used again; without such a block, by LRU.
 
-    It shows the gain of a perfect predictor of *whether* a block returns.  It does not use *when*
-    the block returns, which Belady's optimum uses.  The policy needs the whole trace in advance.
+    It shows the gain of a perfect predictor of *whether* a block returns.  Unlike Belady's optimum,
+    the policy does not use *when* a block returns.  It needs the whole trace in advance.
     """
 
     name = "reuse_oracle"

@@ -114,7 +114,7 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
         self._use(self._content(block))
 
     def _block_with(self, key: Hashable) -> int:
-        """The block that holds ``key``; -1 if none does."""
+        """The block that holds ``key``; -1 if no block does."""
         return self._with_key.get(key, -1)
 
     def _key_of(self, block: int) -> Hashable | None:

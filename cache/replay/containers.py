@@ -117,7 +117,7 @@ def bag(trace: Trace, generator: random.Random) -> Operations:
             "items": np.zeros(trace.num_unique_blocks, np.int64),
             "position": np.zeros(trace.num_unique_blocks, np.int64),
             "size": 0,
-            "draws": twin.random_sample(trace.num_block_references),  # one for each eviction
+            "draws": twin.random_sample(trace.num_block_references),  # a draw for each eviction
             "num_draws": 0,
         },
     )

@@ -70,7 +70,7 @@ def simulate_serving(
     closed_loop: bool = False,
     runner: Runner | None = None,
 ) -> ServingReplayResult:
-    """Serve ``trace`` with ``manager``, which must hold no requests and holds none afterwards.
+    """Serve ``trace`` with ``manager``.  It must be empty, and is empty again afterwards.
 
     ``time_scale`` multiplies the gaps between arrivals (0.5: twice the request rate).  A request
     generates at least one token.  In a trace without block ids, prompts share nothing.

@@ -178,7 +178,7 @@ class RecordParser:
         for field, length in zip(_AZURE_FIELDS[1:], lengths, strict=True):
             if not re.fullmatch("-?[0-9]+", length):
                 raise ValueError(f"{field} must be an integer, got {reprlib.repr(length)}")
-        # Files of 2024 have a time zone.  Files of 2023 have none; UTC is assumed.
+        # Files of 2024 have a time zone.  For files of 2023, UTC is assumed.
         moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
         self._start = self._start or moment
         return (moment - self._start) / timedelta(milliseconds=1), *map(_as_int, lengths), (), {}

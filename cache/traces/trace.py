@@ -1,8 +1,8 @@
 """Request traces: arrival times, lengths and prompt blocks.
 
 A block id stands for ``block_size`` tokens *and* everything before them in the prompt: two requests
-share an id if and only if their prompts agree up to the end of that block.  Real traces come from
-``load_trace``, synthetic ones from ``cache.make_workload``.
+share an id if and only if their prompts agree up to the end of that block.  ``load_trace`` loads
+real traces, ``cache.make_workload`` makes synthetic traces.
 """
 
 from __future__ import annotations

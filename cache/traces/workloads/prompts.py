@@ -37,7 +37,7 @@ class PromptSpace:
         return self._num_texts - 1
 
     def extended(self, prompt: Prompt, num_tokens: int, text: int | None = None) -> Prompt:
-        """``prompt`` followed by the first ``num_tokens`` tokens of ``text`` (None: a new one)."""
+        """``prompt`` followed by the first ``num_tokens`` tokens of ``text`` (None: a new text)."""
         text = self.new_text() if text is None else text
         block_ids, tail = prompt.block_ids.copy(), prompt.tail
         parent = block_ids[-1] if block_ids else -1
