@@ -313,7 +313,7 @@ class Batch:
         return None
 
     def _arrive(self, at: int, mask: np.ndarray | None, waiting: np.ndarray | None) -> bool:
-        """A group reaches a barrier. If predicated, only threads in `waiting` wait. Returns if
+        """A group reaches a barrier. If predicated, only threads in `waiting` wait. Returns whether
         the whole group goes on at once."""
         self.whole_warps(waiting)
         if mask is None and waiting is None and not self._waiting.any():

@@ -1,4 +1,4 @@
-"""The executor's only tie to the rest of PageLab. Kernels of other projects need none of it."""
+"""The only module that depends on the rest of PageLab. Kernels of other projects do not need it."""
 
 import contextlib
 import importlib

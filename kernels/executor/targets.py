@@ -27,7 +27,7 @@ _INTRODUCED = {
     100: r"tcgen05|.*f32x2|(add|sub|fma)\.(\w+\.)*f32\.b?f16|ld.*\.v8|st.*\.v8|redux.*f32",
 }
 _ONLY = {90: r"wgmma"}
-"""Instructions that later architectures lack."""
+"""Instructions that later architectures do not support."""
 
 
 def number_of(target: str) -> int:

@@ -218,7 +218,7 @@ _FORMS: dict[str, Callable[..., Step]] = {
 
 _BYTES = 8
 _MAX_FAILED_TESTS = 500
-"""Turns in succession that only tested, in vain: by then every warp has had several."""
+"""Maximum number of successive failed tests. By then every warp has had several turns."""
 
 
 @dataclass

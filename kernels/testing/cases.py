@@ -1,4 +1,4 @@
-"""One case per op: its inputs, its reference's answer, and the bytes and operations it takes.
+"""One case per op: its inputs, reference results, and minimum bytes and operations.
 
 Experiments and tests that run an op on random inputs take them from here. To add an op, write a
 function with its name after an underscore and enter it in `_MAKERS`.
@@ -54,7 +54,7 @@ class Sizes:
     """Sizes of a case's inputs. An op reads the fields that it needs."""
 
     context_lens: Sequence[int] = (1, 37, 290)
-    """Tokens of each sequence, or with shared prefixes of each suffix."""
+    """Tokens of each sequence; with shared prefixes, tokens of each suffix."""
     query_lens: Sequence[int] = (1, 37, 20)
     """Queries of each sequence in prefill."""
     prefix_lens: Sequence[int] = (150, 0)

@@ -1,4 +1,4 @@
-"""transformers, beside a package of ours that has the name of one it uses."""
+"""Import transformers although this repository's `kernels` has the name of a package it uses."""
 
 import importlib.util
 import threading
