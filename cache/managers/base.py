@@ -177,9 +177,10 @@ class CacheOptions:
 def _not_offered(feature: str) -> Callable[..., Any]:
     """Make the method ``feature`` for a design that does not offer it."""
 
-    def refuse(self: CacheManager, *_arguments: Any) -> Any:
+    def refuse(self: CacheManager, *_arguments: Any, **_options: Any) -> Any:
         raise UnsupportedByDesign(self.name, feature)
 
+    refuse.__name__ = feature
     return refuse
 
 
@@ -242,7 +243,7 @@ class CacheManager(abc.ABC):
         self.block_size = at_least(1, "block_size", options.block_size)
         caching = true_or_false("enable_prefix_caching", options.enable_prefix_caching)
         self.enable_prefix_caching = caching and self.prefix_caching
-        if options.policy != "lru" and not self.prefix_caching:
+        if not self.prefix_caching and options.policy != "lru":
             raise UnsupportedByDesign(self.name, f"a policy ({options.policy!r})")
         is_default = options.hash_algorithm == "xxh3_128"
         if not self.own_hash and not is_default:
@@ -408,8 +409,8 @@ class CacheManager(abc.ABC):
         A new sequence starts with ``computed_blocks``, the result of ``get_computed_blocks``.
 
         As in vLLM v1, the next ``num_lookahead_tokens`` slots are for draft tokens, which are not
-        in ``seq`` yet.  Blocks of drafts cannot be found.  Append the accepted drafts to ``seq``: the
-        next call counts them as new tokens.  Slots of rejected drafts are written again.
+        in ``seq`` yet.  Blocks of drafts cannot be found.  Append the accepted drafts to ``seq``;
+        the next call counts them as new tokens.  Slots of rejected drafts are written again.
 
         Returns the (src, dst) blocks to copy before K/V of the tokens are written.  Sets
         ``seq.num_computed_tokens``.  Raises OutOfBlocks.  Raises UnsupportedByDesign for lookahead
@@ -418,13 +419,19 @@ class CacheManager(abc.ABC):
         """
         count = as_int("num_new_tokens", num_new_tokens)
         table = self._tables.get(seq.seq_id)
+        start = table.seq.num_computed_tokens if table else len(computed_blocks) * self.block_size
+        if not 1 <= count <= seq.num_tokens - start:
+            raise ValueError(
+                f"num_new_tokens={count}: {start} of the {seq.num_tokens} tokens of sequence "
+                f"{seq.seq_id!r} have a slot, so needs 1 to {seq.num_tokens - start} new ones"
+            )
         if table is not None:
             if len(computed_blocks):
                 raise ValueError(
                     f"computed_blocks: sequence {seq.seq_id!r} has blocks already, and these can "
                     "only go in front of its first chunk"
                 )
-            return self.append(seq, table.seq.num_computed_tokens + count, num_lookahead_tokens)
+            return self.append(seq, start + count, num_lookahead_tokens)
         hit = self.find(seq, len(computed_blocks)) if len(computed_blocks) else NOTHING
         if list(hit.blocks) != list(computed_blocks):
             raise ValueError(

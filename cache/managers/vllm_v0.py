@@ -120,7 +120,7 @@ class VLLMv0(CacheManager):
         self.cpu = BlockAllocator(self.num_cpu_blocks, LRUEvictor(), caching)
         self.gpu.counts = self._counts
         self._numbers = count(1)  # placeholders, and times without a clock
-        self._clock: Callable[[], float] = clock or self._numbers.__next__
+        self._clock: Callable[[], float] = self._numbers.__next__ if clock is None else clock
 
     def can_allocate(self, seq: Sequence, hit: Hit | None = None) -> AllocStatus:
         """OK, LATER or NEVER by the watermark; ``allocate`` may succeed although it is not OK."""

@@ -230,7 +230,7 @@ def serve(
             while arrivals and arrivals.first_s <= clock():
                 due, number = arrivals.pop()
                 fixed = {"max_tokens": int(output_lengths[number]), "ignore_eos": True}
-                params = SamplingParams(**{"temperature": 0, **fixed, **sampling})
+                params = SamplingParams(**{"temperature": 0, **sampling, **fixed})
                 request = engine.requests[engine.add(prompts[number], params)]
                 for seq in request.sequences:
                     seq.hints = tuple(hints[number])

@@ -34,9 +34,8 @@ def smollm2():
 
 @pytest.fixture(scope="module")
 def weights(smollm2):
-    """The tensors of the model by their names in a checkpoint."""
-    tensors = checkpoint_tensors(smollm2.model).items()
-    return {name: tensor.target for name, tensor in tensors}
+    """The tensors of the file by their names in a checkpoint."""
+    return dict(open_gguf(MODEL).tensors(checkpoint_tensors(smollm2.model)))
 
 
 def test_the_tokenizer_splits_digits(smollm2):

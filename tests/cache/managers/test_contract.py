@@ -74,7 +74,7 @@ def refusals(manager, seq, full, new):
         yield f"end='?{end}'?: needs an int", manager.append, seq, end
     for target, start in ((seq, 8), (new, 0)):
         for count in (-1, -100, 0, 7):
-            says = f"end={start + count}: .* int from {start + 1} to {start + 6}"
+            says = f"num_new_tokens={count}: {start} of the .* needs 1 to 6 new ones"
             yield says, manager.allocate_slots, target, count
         for count in (1.5, 1.0, "1", True, None):
             yield f"num_new_tokens='?{count}'?: needs an int", manager.allocate_slots, target, count
@@ -115,7 +115,7 @@ def test_computed_blocks_precede_the_first_chunk(name):
         with pytest.raises(ValueError, match=r"computed_blocks=.*these do not hold the prefix"):
             manager.allocate_slots(seq, 16 - 4 * len(stale), stale)
         assert state_of(manager) == before
-    with pytest.raises(ValueError, match=r"end=17: 8 of the 16 tokens .* from 9 to 16"):
+    with pytest.raises(ValueError, match=r"num_new_tokens=9: 8 of the 16 .* needs 1 to 8 new ones"):
         manager.allocate_slots(seq, 9, [0, 1])
     manager.allocate_slots(seq, 12, [0])  # part of what was found will do
     assert manager.block_table(seq)[0] == 0
