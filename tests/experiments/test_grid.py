@@ -1,5 +1,7 @@
 """Options, their checks, and the cells that they stand for."""
 
+from __future__ import annotations
+
 import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
