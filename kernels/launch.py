@@ -38,12 +38,14 @@ def remembered(launcher: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap an op's launcher: a call equal to an earlier call repeats the earlier call's launches.
 
     The launcher may pass to kernels, and return, only its arguments, views of arguments as another
-    dtype, and new uninitialised tensors. It must not compute with PyTorch or call another
-    remembered function. Errors are not remembered.
+    dtype, and new uninitialised tensors. It must not compute with PyTorch. If it calls another
+    remembered function, that call is part of its own. Errors are not remembered.
     """
     repeats: dict[tuple, Callable[[list], Any] | None] = {}
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if getattr(_recording, "launches", None) is not None:
+            return launcher(*args, **kwargs)
         values = [*args, *kwargs.values()]
         key = (tiles.forced_target(), *kwargs, *map(_layout, values))
         try:

@@ -130,8 +130,7 @@ class ClassPolicy(EvictionPolicy):
         self._blocks[block] = ghost or _Block(key)
 
     def pin(self, block: int) -> None:
-        if block not in self._released:
-            raise ValueError(f"pin: block {block} is not a released one")
+        self._check_released(block)
         self._released.remove(block)
         self._class = -1
         del self._classes[self._blocks[block].class_][block]
@@ -227,9 +226,14 @@ class ClassPolicy(EvictionPolicy):
         return next(iter(self._classes[class_]), -1)
 
     def remove(self, block: int) -> None:
+        self._check_released(block)
         if self._oldest(self._blocks[block].class_) == block:
             self._class = -1
         self._give_up(block)
+
+    def _check_released(self, block: int) -> None:
+        if block not in self._released:
+            raise ValueError(f"block {block} is not a released one")
 
     def _give_up(self, block: int) -> None:
         self._released.remove(block)

@@ -63,6 +63,7 @@ def _methods(classify, learn, num_classes: int, name: str) -> dict[str, Callable
     own = {
         "classify": lambda self, uses, is_end, idle, request: classify(uses, is_end, idle, request),
         "learn": lambda self, returned, gone, worths: learn(returned, gone, worths),
+        "_check_released": lambda self, block: None,  # a replay knows its blocks
         "_candidates": lambda self: range(len(self._worths)),
     }
     of_policy = (_refuse_class, _refuse_worth, insert, pin, release_many)

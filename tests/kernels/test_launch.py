@@ -115,3 +115,13 @@ def test_calls_are_told_apart(other, kernel):
     assert all(map(operator.is_, firsts[1][1:], other))
     assert grid_again == (1, 1, 1), "launched again"
     assert all(map(operator.is_, again, (OTHER, 1)))
+
+
+def test_a_call_inside_another_is_part_of_it(kernel):
+    inner = remembered(lambda x: launch(kernel, (1,), x, n=1))
+    outer = remembered(lambda x, y: (inner(x), launch(kernel, (2,), y, n=2))[:0])
+    inner(ONE)
+    for _ in range(2):
+        kernel.launched.clear()
+        assert outer(ONE, OTHER) == ()
+        assert [(grid[0], n) for grid, _, n in kernel.launched] == [(1, 1), (2, 2)]
