@@ -31,10 +31,10 @@ from cache.traces.workloads import WORKLOADS, make_workload
 
 __all__ = [
     "MANAGERS", "POLICIES", "WORKLOADS", "AllocStatus", "CacheManager", "CacheStats", "ClassPolicy",
-    "Clock", "EvictionPolicy", "Group", "InterruptedChange", "MemoryUsage", "MultiModalInput", "OutOfBlocks",
-    "PriorityPolicy", "Sequence", "ServiceModel", "ServingReplayResult", "SimulationResult",
-    "Trace", "TraceError", "UnsupportedByDesign", "block_bytes", "kv_cache_shape",
-    "kv_heads_per_rank", "layer_groups", "load_trace", "make_manager", "make_policy", "make_workload",
-    "num_cpu_blocks", "num_gpu_blocks", "prompt_token_ids", "reservation_waste", "save_trace",
-    "simulate", "simulate_serving", "slot_bytes",
+    "Clock", "EvictionPolicy", "Group", "InterruptedChange", "MemoryUsage", "MultiModalInput",
+    "OutOfBlocks", "PriorityPolicy", "Sequence", "ServiceModel", "ServingReplayResult",
+    "SimulationResult", "Trace", "TraceError", "UnsupportedByDesign", "block_bytes",
+    "kv_cache_shape", "kv_heads_per_rank", "layer_groups", "load_trace", "make_manager",
+    "make_policy", "make_workload", "num_cpu_blocks", "num_gpu_blocks", "prompt_token_ids",
+    "reservation_waste", "save_trace", "simulate", "simulate_serving", "slot_bytes",
 ]  # fmt: skip

@@ -84,7 +84,7 @@ class Group:
         retention: int | None,
         boundaries: Iterable[int],
     ) -> Sequence[int]:
-        """Positions of the blocks from ``first`` to ``last - 1`` that are cached once they are full.
+        """Positions of the full blocks from ``first`` to ``last - 1`` that are cached.
 
         A full group keeps all.  Without ``retention`` so do the others.  With ``retention`` they
         keep the blocks that a hit up to one of ``boundaries`` (lengths in blocks) needs and, if it
@@ -133,7 +133,7 @@ def check_retention(retention: int | None, groups: Iterable[Group], block_size: 
     return retention
 
 
-def layer_groups(windows: Sequence[int | None | str]) -> tuple[Group, ...]:
+def layer_groups(windows: Sequence[int | str | None]) -> tuple[Group, ...]:
     """Divide a model's layers into groups of about equal size, as vLLM does.
 
     ``windows`` has an entry per layer: its window in tokens, None for full attention, or "state".
@@ -143,7 +143,7 @@ def layer_groups(windows: Sequence[int | None | str]) -> tuple[Group, ...]:
 
     Example: 62 layers of Gemma 3 27B (10 full, 52 with a window) give 1 + 6 groups of up to 10.
     """
-    of_kind: dict[int | None | str, list[int]] = {}
+    of_kind: dict[int | str | None, list[int]] = {}
     for layer, window in enumerate(windows):
         of_kind.setdefault(window, []).append(layer)
     counts = [len(layers) for layers in of_kind.values()]
