@@ -152,13 +152,9 @@ def layer_groups(windows: Sequence[int | str | None]) -> tuple[Group, ...]:
         size = max(counts)
     groups = []
     for window, layers in sorted(of_kind.items(), key=lambda item: item[0] is not None):
+        kind = "full" if window is None else "state" if window == "state" else "window"
+        tokens = window if isinstance(window, int) else None
         num_groups = -(-len(layers) // size)
         for first in range(num_groups):
-            some = tuple(layers[first::num_groups])
-            if window == "state":
-                groups.append(Group("state", None, some))
-            elif window is None:
-                groups.append(Group("full", None, some))
-            else:
-                groups.append(Group("window", window, some))
+            groups.append(Group(kind, tokens, tuple(layers[first::num_groups])))
     return tuple(groups)
