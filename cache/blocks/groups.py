@@ -61,6 +61,13 @@ class Group:
         reach = 1 if self.window is None else self.window - 1
         return max(1, -(-reach // block_size))
 
+    def num_blocks_at_once(self, chunk: int, block_size: int) -> int:
+        """Maximum number of blocks of a sequence in a window or state group, if it gets slots
+        for up to ``chunk`` tokens in one call."""
+        if self.window is None:
+            return 2
+        return -(-(self.window - 1 + chunk) // block_size) + 1
+
     def longest_hit(self, limit: int, block_size: int, is_cached: Callable[[int], bool]) -> int:
         """Length in blocks, at most ``limit``, of the longest prefix that these layers can resume.
 

@@ -71,10 +71,11 @@ class BlockHasher:
         self._name = (algorithm, block_size)
         self._tokens_of_block = f"{4 * block_size}s"
 
-    def block_hashes(self, seq: Sequence) -> list[bytes]:
-        """Return the digests of the full blocks of ``seq`` whose tokens are all known.
+    def block_hashes(self, seq: Sequence, group: int = 0) -> list[bytes]:
+        """Return the keys of the full blocks of ``seq`` whose tokens are all known.
 
-        Each digest is computed once.  The sequence owns the list: do not modify it.
+        A key is the block's digest.  The keys of a further ``group`` of layers end with its number,
+        as in vLLM.  Each key is computed once.  The sequence owns the list: do not modify it.
         """
         chain = seq.hash_chains.setdefault(self._name, [])
         size, known = self.block_size, len(chain)
@@ -87,4 +88,9 @@ class BlockHasher:
                 content += encode_extra_keys(keys)
             digest = digest_of(digest + content)
             chain.append(digest)
-        return chain
+        if not group:
+            return chain
+        keys_of_group = seq.hash_chains.setdefault((*self._name, group), [])
+        suffix = group.to_bytes(1, "big")
+        keys_of_group += [digest + suffix for digest in chain[len(keys_of_group) :]]
+        return keys_of_group

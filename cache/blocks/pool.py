@@ -85,6 +85,10 @@ class BlockPool:
         """The blocks without a user, in the order in which the pool would take them now."""
         return chain(reversed(self._free), self.policy)
 
+    def are_cached(self, chains: Sequence[Sequence[bytes]], position: int) -> bool:
+        """Whether ``lookup`` would find the block at ``position`` of each of the hash chains."""
+        return all(chain[position] in self._holders for chain in chains)
+
     def lookup(self, hashes: Sequence[bytes]) -> list[int]:
         """Blocks of the longest cached prefix of ``hashes``.  Valid until blocks are taken next."""
         hits = []
@@ -108,26 +112,26 @@ class BlockPool:
         return self._take(count)
 
     def extend(
-        self, blocks: list[int], length: int, hashes: Sequence[bytes], first: int, last: int
+        self, blocks: list[int], length: int, hashes: Sequence[bytes], positions: Sequence[int]
     ) -> None:
         """Extend the table ``blocks`` of a sequence to ``length``, and index its full blocks.
 
-        If the table is longer already, no block is taken.  The blocks at positions ``first`` to
-        ``last - 1`` are indexed by their ``hashes``.  Enough blocks must be free.
+        If the table is longer already, no block is taken.  The blocks at the rising ``positions``
+        are indexed by their ``hashes``.  Enough blocks must be free.
         """
         count = length - len(blocks)
         if self._reports_misses:
-            for depth in range(first, last):  # one by one: the new block may affect eviction
+            for depth in positions:  # one by one: the new block may affect eviction
                 if hashes[depth] not in self._holders:
                     self.policy.miss(hashes[depth])
-                if depth == len(blocks):
-                    blocks += self._take(1)
-                self._publish(blocks, hashes, depth, depth + 1)
+                if depth >= len(blocks):
+                    blocks += self._take(depth + 1 - len(blocks))
+                self._publish(blocks, hashes, (depth,))
             count = length - len(blocks)
         if count > 0:
             blocks += self._take(count)
-        if first < last and not self._reports_misses:
-            self._publish(blocks, hashes, first, last)
+        if positions and not self._reports_misses:
+            self._publish(blocks, hashes, positions)
 
     def share(self, blocks: Sequence[int]) -> None:
         """Add a user to each of ``blocks``.  They are in use, or ``lookup`` has found them.
@@ -188,16 +192,15 @@ class BlockPool:
         return self.queue_uncached or self.block_hashes[block] is not None
 
     def _publish(
-        self, table: Sequence[int], hashes: Sequence[bytes], first: int, last: int
+        self, table: Sequence[int], hashes: Sequence[bytes], positions: Sequence[int]
     ) -> None:
-        """Index the blocks of ``table`` at positions ``first`` to ``last - 1`` by their ``hashes``.
+        """Index the blocks of ``table`` at ``positions`` by their ``hashes``.
 
         For the policy the key of a block is its hash.  The key of a duplicate is (hash, block), so
         that keys are unique.
         """
         holders, content, reports = self._holders, self.block_hashes, self._reports_content
-        parent = hashes[first - 1] if first else None
-        for depth in range(first, last):
+        for depth in positions:
             block, key = table[depth], hashes[depth]
             content[block] = key
             name: Hashable = key
@@ -205,14 +208,12 @@ class BlockPool:
                 self._duplicates.setdefault(key, []).append(block)
                 name = (key, block)
             if reports:
-                self.policy.insert(block, name, parent, depth)
-                parent = key
+                self.policy.insert(block, name, hashes[depth - 1] if depth else None, depth)
 
     def free(self, blocks: Sequence[int]) -> None:
         """Remove a user from each of ``blocks``, which are in the order of their sequence.
 
         Blocks that have no user left become free or cached-free, the last of the sequence first.
-        In ``blocks`` all cached blocks must come before the uncached blocks.
         """
         ref_counts, hashes = self.ref_counts, self.block_hashes
         released = []
@@ -221,14 +222,12 @@ class BlockPool:
             if not ref_counts[block]:
                 released.append(block)
         self.num_free_blocks += len(released)
-        num_uncached = 0
-        while num_uncached < len(released) and hashes[released[num_uncached]] is None:
-            num_uncached += 1
-        if num_uncached and not self.queue_uncached:
-            self._free += reversed(released[:num_uncached])
-            del released[:num_uncached]
+        uncached = [block for block in released if hashes[block] is None]
+        if uncached and not self.queue_uncached:
+            self._free += reversed(uncached)
+            released = [block for block in released if hashes[block] is not None]
         else:
-            for block in released[:num_uncached]:
+            for block in uncached:
                 self.policy.insert(block, (None, block), None, 0)
         self.policy.release_many(released)
 

@@ -43,6 +43,7 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, ClassVar, NamedTuple
 
+from cache.blocks.groups import Group
 from cache.blocks.hashing import HASH_ALGORITHMS, BlockHasher
 from cache.blocks.memory_usage import MemoryUsage
 from cache.blocks.sequence import Sequence
@@ -219,6 +220,12 @@ class CacheManager(abc.ABC):
     can_reset: bool = False
     """Whether ``reset_prefix_cache`` can drop the cached content."""
 
+    groups: tuple[Group, ...] = (Group(),)
+    """Groups of layers.  A sequence has a block table for each; most designs have one group."""
+    max_in_flight_tokens: int | None = None
+    """Maximum number of tokens of a sequence that get slots in one call.  A scheduler that computes
+    prompts in chunks sets it, so that ``can_allocate`` counts no block behind a window."""
+
     clock: Callable[[], float] | None = None
     """Returns the time in seconds for policies.  An engine sets it.  None: the time is unknown."""
 
@@ -307,7 +314,7 @@ class CacheManager(abc.ABC):
         ``hit`` is the result of ``find``.  If it is None or stale, the prefix is looked up again.
         """
         self._check_usable()
-        needed = -(-len(seq.token_ids) // self.block_size)
+        needed = self._num_to_admit(len(seq.token_ids), NOTHING)
         if needed > self.num_blocks:
             return AllocStatus.NEVER
         free = self.num_free_blocks
@@ -315,7 +322,7 @@ class CacheManager(abc.ABC):
             wanted = (seq, self._version, self)
             if hit is None or (hit.num_tokens and (hit.seq, hit.version, hit.manager) != wanted):
                 hit = self.find(seq)
-            needed -= len(hit.blocks) - self._num_idle(hit)
+            needed = self._num_to_admit(len(seq.token_ids), hit)
         return AllocStatus.OK if needed <= free else AllocStatus.LATER
 
     def admit(self, seq: Sequence, hit: Hit, end: int, num_lookahead_tokens: int = 0) -> Copies:
@@ -499,9 +506,25 @@ class CacheManager(abc.ABC):
     def block_table(self, seq: Sequence) -> list[int]:
         """Return a copy of the block ids of ``seq``, in the order of its tokens.
 
-        FREED replaces blocks behind a sliding window.
+        FREED replaces blocks behind a sliding window.  With several groups of layers: the table of
+        the first.
         """
         return list(self._table_of(seq).blocks)
+
+    def block_tables(self, seq: Sequence) -> list[list[int]]:
+        """Return a copy of the block ids of ``seq`` for each of ``groups``.
+
+        FREED replaces blocks behind a window, and blocks between two states.
+        """
+        return [list(blocks) for blocks in self._blocks_by_group(self._table_of(seq))]
+
+    def chunk_end(self, seq: Sequence, start: int, end: int, hit: Hit = NOTHING) -> int:
+        """Where a chunk of ``seq`` from ``start`` to at most ``end`` has to end.
+
+        Only groups of kind "state" need chunks that end at blocks, see ``vllm_v1``.  The result is
+        ``start`` if no token can be computed.  ``hit``: the prefix of a new sequence.
+        """
+        return end
 
     def reset_prefix_cache(self) -> bool:
         """Drop all cached content, for example after the weights have changed.
@@ -535,11 +558,12 @@ class CacheManager(abc.ABC):
         """
         filled: dict[int, int] = {}  # block in use -> filled slots; a shared block counts once
         for table in self._tables.values():
-            num_tokens = 0 if table.is_swapped_out else table.seq.num_computed_tokens
-            for block in table.blocks if num_tokens else ():
-                if block != FREED:
-                    filled[block] = max(filled.get(block, 0), min(self.block_size, num_tokens))
-                num_tokens = max(0, num_tokens - self.block_size)
+            for blocks in () if table.is_swapped_out else self._blocks_by_group(table):
+                num_tokens = table.seq.num_computed_tokens
+                for block in blocks:
+                    if block != FREED:
+                        filled[block] = max(filled.get(block, 0), min(self.block_size, num_tokens))
+                    num_tokens = max(0, num_tokens - self.block_size)
         used, taken = sum(filled.values()), len(filled) * self.block_size
         free = self.num_blocks * self.block_size - taken
         return MemoryUsage(used=used, reserved=0, internal=taken - used, external=0, free=free)
@@ -610,6 +634,14 @@ class CacheManager(abc.ABC):
     def _num_idle(self, hit: Hit) -> int:
         """Number of blocks of ``hit`` that have no user and so count as free."""
         return 0
+
+    def _num_to_admit(self, num_tokens: int, hit: Hit) -> int:
+        """Number of free blocks that a sequence of ``num_tokens`` with the prefix ``hit`` takes."""
+        held = len(hit.blocks) - self._num_idle(hit) if hit.num_tokens else 0
+        return -(-num_tokens // self.block_size) - held
+
+    def _blocks_by_group(self, table: Any) -> list[MutableSequence[int]]:
+        return [table.blocks]
 
     def _num_needed(self, table: Any, end: int) -> int:
         """Number of free blocks that ``_extend(table, ..., end)`` takes."""

@@ -1,6 +1,10 @@
 """Code of the designs that use a :class:`BlockPool` to find blocks by hash."""
 
+from __future__ import annotations
+
 from collections import Counter
+from collections.abc import MutableSequence
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -17,8 +21,11 @@ class PooledTable(Table):
     """The blocks of one sequence."""
 
     blocks: list[int] = field(default_factory=list)
-    num_cached_blocks: int = 0  # number of leading blocks that can be found
+    num_cached_blocks: int = 0  # number of leading blocks that were cached, if they are kept
     num_given_back: int = 0  # number of leading blocks that are FREED
+    group: int = 0  # number of the group of layers
+    others: list[PooledTable] = field(default_factory=list)  # the tables of the further groups
+    junction: int = 0  # length in blocks of a prefix that only some of the groups had cached
 
 
 class PooledManager(CacheManager):
@@ -46,37 +53,41 @@ class PooledManager(CacheManager):
     def check_invariants(self) -> None:
         super().check_invariants()
         self.pool.check_invariants()
-        users = Counter(chain.from_iterable(table.blocks for table in self._tables.values()))
+        tables = [part for table in self._tables.values() for part in (table, *table.others)]
+        users = Counter(chain.from_iterable(table.blocks for table in tables))
         for block, ref_count in enumerate(self.pool.ref_counts):
             require(
                 ref_count == users[block],
                 f"block {block} has ref_count {ref_count} and is in {users[block]} tables",
             )
         block_hashes = self.pool.block_hashes
-        for seq_id, table in self._tables.items():
+        for table in tables:
             num_cached, first = table.num_cached_blocks, table.num_given_back
-            stored, hashes = table.seq.num_computed_tokens, self._hasher.block_hashes(table.seq)
-            held = [block_hashes[block] for block in table.blocks[first:]]
-            expected = hashes[:num_cached] + [None] * (len(table.blocks) - num_cached)
+            stored, blocks = table.seq.num_computed_tokens, table.blocks
+            hashes = self._hasher.block_hashes(table.seq, table.group)
+            kept = set(self._kept(table, 0, num_cached))
+            held = [None if b == FREED else block_hashes[b] for b in blocks]
+            expected = [*hashes[:num_cached], *[None] * (len(blocks) - num_cached)]
             num_full = min(stored // self.block_size, len(hashes))
             # If the last token was unknown, the next call hashes its block.
             num_late = int(stored % self.block_size == 0)
             if not self.enable_prefix_caching:
                 num_full = num_late = 0
             require(
-                num_full - num_late <= num_cached <= num_full and held == expected[first:],
-                f"{seq_id!r}: of the blocks {table.blocks} for {stored} tokens {num_cached} are "
-                f"cached, with hashes {held}",
+                num_full - num_late <= num_cached <= num_full
+                and all(
+                    held[i] == expected[i] or (held[i] is None and i not in kept)
+                    for i in range(first, len(blocks))
+                ),
+                f"{table.seq.seq_id!r}: of the blocks {blocks} for {stored} tokens {num_cached} "
+                f"are cached, with hashes {held}",
             )
 
     def _num_idle(self, hit: Hit) -> int:
         return self.pool.num_revived([block for block in hit.blocks if block != FREED])
 
     def _begin(self, table: PooledTable, hit: Hit, end: int) -> Copies:
-        num_hits, num_given_back = len(hit.blocks), hit.blocks.count(FREED)  # FREED come first
-        held = hit.blocks[num_given_back:]
-        needed = self._num_blocks_of(table, 0, end + table.num_lookahead_tokens)
-        needed -= num_hits - self.pool.num_revived(held)
+        needed = self._num_to_begin(table, hit, end + table.num_lookahead_tokens)
         check_free(needed, self.pool.num_free_blocks)
         if "look_up" in self.pool.policy.hooks:
             hashes = self._hasher.block_hashes(table.seq) if self.enable_prefix_caching else ()
@@ -84,11 +95,22 @@ class PooledManager(CacheManager):
         if self._listener:
             self._notify_policy(table.seq)
         self.interruption = MIDDLE
-        self.pool.share(held)
-        table.blocks = list(hit.blocks)
-        table.num_cached_blocks = num_hits
-        table.num_given_back = num_given_back
+        self._adopt(table, hit)
         return self._extend(table, hit.num_tokens, end)
+
+    def _num_to_begin(self, table: PooledTable, hit: Hit, end: int) -> int:
+        """Number of free blocks that ``hit`` and the slots before ``end`` take."""
+        return self._num_blocks_of(table, 0, end) - len(hit.blocks) + self._num_idle(hit)
+
+    def _adopt(self, table: PooledTable, hit: Hit) -> None:
+        """Add the blocks of ``hit`` to the new ``table``."""
+        self._share_hit(table, hit.blocks)
+
+    def _share_hit(self, table: PooledTable, blocks: Items[int]) -> None:
+        self.pool.share([block for block in blocks if block != FREED])
+        table.blocks = list(blocks)
+        table.num_cached_blocks = len(blocks)
+        table.num_given_back = blocks.count(FREED)  # FREED come first
 
     def _num_blocks_of(self, table: PooledTable, start: int, end: int) -> int:
         """Length that ``table`` needs to give slots to the tokens from ``start`` to ``end``."""
@@ -102,30 +124,36 @@ class PooledManager(CacheManager):
         first = last = table.num_cached_blocks
         hashes: list[bytes] = []
         if end // self.block_size > first and self.enable_prefix_caching:
-            hashes = self._hasher.block_hashes(table.seq)
+            hashes = self._hasher.block_hashes(table.seq, table.group)
             last = min(end // self.block_size, len(hashes))
         pool, missing = self.pool, num_blocks - len(table.blocks)
         if last > first or missing > 0:
             if missing > pool.num_free_blocks:
                 raise OutOfBlocks(missing, pool.num_free_blocks)
             self.interruption = MIDDLE
-            pool.extend(table.blocks, num_blocks, hashes, first, last)
+            kept = self._kept(table, first, last)
+            pool.extend(table.blocks, num_blocks, hashes, kept)
             if last > first and pool.events is not None:
-                pool.events.append(self._stored(table.seq, hashes, first, last))
+                size, seq = self.block_size, table.seq
+                event = BlockStored(
+                    [hashes[i] for i in kept],
+                    hashes[first - 1] if first else None,
+                    seq.token_ids[first * size : last * size].tolist(),
+                    size,
+                    seq.lora_name,
+                    [seq.extra_keys(i * size, (i + 1) * size) for i in kept],
+                )
+                pool.events.append(event)
             table.num_cached_blocks = last
 
-    def _stored(self, seq: Sequence, hashes: list[bytes], first: int, last: int) -> BlockStored:
-        """Make the event that blocks ``first`` to ``last - 1`` of ``seq`` can be found."""
-        size = self.block_size
-        return BlockStored(
-            hashes[first:last],
-            hashes[first - 1] if first else None,
-            seq.token_ids[first * size : last * size].tolist(),
-            size,
-            seq.lora_name,
-            [seq.extra_keys(i * size, (i + 1) * size) for i in range(first, last)],
-        )
+    def _kept(self, table: PooledTable, first: int, last: int) -> Items[int]:
+        """Positions, from ``first`` to ``last - 1``, of the blocks of ``table`` to cache."""
+        return range(first, last)
+
+    def _blocks_by_group(self, table: PooledTable) -> list[MutableSequence[int]]:
+        return [part.blocks for part in (table, *table.others)]
 
     def _release(self, table: PooledTable) -> None:
-        self._fill(table, 0, table.seq.num_computed_tokens)
-        self.pool.free(table.blocks[table.num_given_back :])
+        for part in (table, *table.others):
+            self._fill(part, 0, table.seq.num_computed_tokens)
+            self.pool.free([block for block in part.blocks if block != FREED])

@@ -1,10 +1,16 @@
 """vLLM's present KV cache manager (v1)."""
 
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from functools import partial
+from typing import Any
+
 from cache.blocks.events import Event
+from cache.blocks.groups import Group, check_groups, check_retention
 from cache.blocks.pool import check_free
 from cache.blocks.sequence import Sequence
 from cache.checks import at_least, true_or_false
-from cache.managers.base import FREED, MIDDLE, CacheOptions, Copies
+from cache.managers.base import FREED, MIDDLE, NOTHING, CacheOptions, Copies, Hit
 from cache.managers.pooled import PooledManager, PooledTable
 
 
@@ -21,11 +27,22 @@ class VLLMv1(PooledManager):
     * A full block can be found when the step that computes it is scheduled, because every layer
       stores K/V of the whole batch before any sequence of the batch reads them.
     * Tables only grow.  Two sequences that compute the same block side by side keep both copies.
-    * ``sliding_window``: the largest window of the model's layers, in tokens, the query included.
-      A sequence that grows first gives back the blocks behind the window of its next query, then
-      takes new ones.  FREED replaces them in its table.  Like vLLM it gives them back even if
-      the call then raises OutOfBlocks; a raise changes nothing else.  A prefix is cached if the
-      blocks in the window of the first new token are cached.
+    * ``groups``: groups of layers, in the order of ``block_tables``.  One has the kind "full".
+      All groups take their blocks from one pool, and equal content of two groups is cached apart.
+      A prefix is cached if each group can resume it: a full group needs all its blocks, a window
+      group the blocks in the window of the first new token, a state group the state before it.
+    * A sequence that grows first gives back the blocks of window and state groups that the queries
+      of its new tokens do not read, then takes new ones.  FREED replaces them in its table.  Like
+      vLLM it gives them back even if the call then raises OutOfBlocks.  A call that raises changes
+      nothing else.
+    * A state group takes one block per call, for the state after the call's last token.  So a call
+      that begins inside a block must not pass the end of the block; ``chunk_end`` says where calls
+      should end.
+    * ``retention`` in tokens: window and state groups cache only the blocks that a hit up to the
+      prompt's last block needs, or up to the end of a prefix that the full groups have and these
+      groups lack; above 0 also up to each multiple of ``retention``.  None: they cache all blocks.
+      It is vLLM's ``prefix_cache_retention_interval``.
+    * ``sliding_window`` is short for one group with this window, in tokens, the query included.
     * ``fork`` shares all stored blocks.  The first append to a shared, partly filled block copies
       it (copy-on-write of the PagedAttention paper).
     * ``enable_kv_cache_events``: ``take_events`` returns the blocks that were cached and lost.
@@ -43,6 +60,8 @@ class VLLMv1(PooledManager):
         self,
         options: CacheOptions,
         *,
+        groups: Iterable[Group] | None = None,
+        retention: int | None = None,
         queue_uncached: bool = False,
         sliding_window: int | None = None,
         enable_kv_cache_events: bool = False,
@@ -52,8 +71,22 @@ class VLLMv1(PooledManager):
         if true_or_false("enable_kv_cache_events", enable_kv_cache_events):
             self.pool.events = []
         if sliding_window is not None:
+            if groups is not None:
+                raise ValueError(f"sliding_window={sliding_window}: give it or groups, not both")
             sliding_window = at_least(1, "sliding_window", sliding_window)
+            self.groups = (Group("window", sliding_window),)
+        elif groups is not None:
+            self.groups = check_groups(groups)
         self.sliding_window = sliding_window
+        self.retention = check_retention(retention, self.groups, self.block_size)
+        kinds = [(group.kind, group.window) for group in self.groups]
+        self._is_full = kinds == [("full", None)]
+        self._has_states = ("state", None) in kinds
+        # Groups of a kind are found together, full groups first.
+        self._alike = [
+            (Group(*kind), [number for number, other in enumerate(kinds) if other == kind])
+            for kind in sorted(set(kinds), key=lambda kind: (kind[0] != "full", kinds.index(kind)))
+        ]
 
     def take_events(self) -> list[Event]:
         """The events since the last call, in their order; they are kept until then.
@@ -66,86 +99,184 @@ class VLLMv1(PooledManager):
         events, self.pool.events = self.pool.events, []
         return events
 
-    def _match(self, seq: Sequence, limit: int) -> tuple[list[int], None]:
-        hashes = self._hasher.block_hashes(seq)[:limit]
-        if self.sliding_window is None:
-            return self.pool.lookup(hashes), None
-        return self._lookup_from_end(hashes, self.sliding_window), None
+    def chunk_end(self, seq: Sequence, start: int, end: int, hit: Hit = NOTHING) -> int:
+        """Where a chunk of ``seq`` from ``start`` to at most ``end`` has to end.
 
-    def _lookup_from_end(self, hashes: list[bytes], window: int) -> list[int]:
-        """The last cached run of blocks that fills the window, after FREED for earlier ones."""
-        num_seen = -(-(window - 1) // self.block_size)
-        blocks: list[int] = []
-        for position in reversed(range(len(hashes))):
-            found = self.pool.lookup(hashes[position : position + 1])
-            blocks = found + blocks if found else []
-            if len(blocks) == max(1, num_seen):
-                num_unseen = position + len(blocks) - num_seen
-                return [FREED] * num_unseen + blocks[:num_seen]
-        return blocks
+        With a state group a chunk of a prompt ends at a block.  It does not pass the prompt's last
+        full block, nor the end of a prefix that the full groups had cached and the state groups had
+        not.  This is the rule of vLLM's scheduler.
+        """
+        size, num_tokens = self.block_size, len(seq.token_ids)
+        prompt_end = max(seq.num_prompt_tokens, num_tokens - 1)
+        if not self._has_states or start >= prompt_end:
+            return end
+        aligned = end // size * size
+        is_wide = self.max_in_flight_tokens is not None and size > self.max_in_flight_tokens
+        if end < prompt_end and (aligned > start or not is_wide):
+            end = aligned
+        table = self._tables.get(seq.seq_id)
+        junction = table.junction if table else _further(hit)[1]
+        stops = [(num_tokens - 1) // size * size, junction * size]
+        if start % size:
+            stops.append((start // size + 1) * size)
+        return max(start, min([stop for stop in stops if start < stop < end], default=end))
+
+    def _match(self, seq: Sequence, limit: int) -> tuple[list[int], Any]:
+        hashes = self._hasher.block_hashes(seq)[:limit]
+        if self._is_full:
+            return self.pool.lookup(hashes), None
+        keys = [self._hasher.block_hashes(seq, group) for group in range(len(self.groups))]
+        size, length, longest, before = self.block_size, len(hashes), 0, -1
+        while length != before:  # a shorter hit of one kind may shorten the hit of another
+            before = length
+            for group, numbers in self._alike:
+                are_cached = partial(self.pool.are_cached, [keys[number] for number in numbers])
+                length = group.longest_hit(length, size, are_cached)
+                longest = max(longest, length)
+        tables = []
+        for group, of_group in zip(self.groups, keys, strict=True):
+            unseen = group.num_unseen(length * size, size)
+            tables.append([FREED] * unseen + self.pool.lookup(of_group[unseen:length]))
+        junction = longest if longest > length and len(self.groups) > 1 else 0
+        return tables[0], (tables[1:], junction)
+
+    def _num_to_admit(self, num_tokens: int, hit: Hit) -> int:
+        chunk = self.max_in_flight_tokens if len(self.groups) > 1 else None
+        return self._num_taken(num_tokens, hit, chunk)
+
+    def _num_to_begin(self, table: PooledTable, hit: Hit, end: int) -> int:
+        return self._num_taken(end, hit, None)
+
+    def _num_taken(self, end: int, hit: Hit, chunk: int | None) -> int:
+        """Number of free blocks that ``hit`` and the slots before ``end`` take.
+
+        ``chunk``: number of tokens that get slots in one call; None: all tokens.
+        """
+        needed, size = 0, self.block_size
+        tables = hit.blocks, *_further(hit)[0]
+        for number, group in enumerate(self.groups):
+            blocks = tables[number] if number < len(tables) else ()
+            held = [block for block in blocks if block != FREED]
+            new = -(-end // size) - len(blocks)
+            if group.kind == "state" and chunk is None:
+                new = min(new, 1)
+            elif chunk is not None and group.kind != "full":
+                new = min(new, group.num_blocks_at_once(chunk, size) - len(held))
+            needed += new + self.pool.num_revived(held)
+        return needed
+
+    def _adopt(self, table: PooledTable, hit: Hit) -> None:
+        super()._adopt(table, hit)
+        if not self._is_full:
+            others, table.junction = _further(hit)
+            table.others = [PooledTable(table.seq, group=g) for g in range(1, len(self.groups))]
+            for part, blocks in zip(table.others, others, strict=False):
+                self._share_hit(part, blocks)
+                part.junction = table.junction
 
     def _extend(self, table: PooledTable, start: int, end: int) -> Copies:
-        pool, blocks, size = self.pool, table.blocks, self.block_size
-        num_blocks = -(-end // size)
-        if table.num_lookahead_tokens:
-            num_blocks = -(-(end + table.num_lookahead_tokens) // size)
-            table.num_lookahead_tokens = 0
-        if self.sliding_window is not None:
+        size, slots = self.block_size, end + table.num_lookahead_tokens
+        if self._has_states and start % size and end > (limit := -(-start // size) * size):
+            raise ValueError(
+                f"end={end}: with a state group a call from {start} needs an end of at most {limit}"
+            )
+        table.num_lookahead_tokens = 0
+        if not self._is_full:
             self._give_back(table, start)
-        copies: Copies = []
-        if start % size and pool.ref_counts[blocks[start // size]] > 1:
-            position = start // size
-            shared = blocks[position]
-            check_free(1 + max(0, num_blocks - len(blocks)), pool.num_free_blocks)
-            self.interruption = MIDDLE
-            (blocks[position],) = pool.allocate(1)
-            pool.free([shared])
-            self._counts["copied_blocks"] += 1
-            copies.append((shared, blocks[position]))
-        length = len(blocks)
-        self._fill(table, num_blocks, end)
-        room = len(blocks) * size - 1
+        parts = table, *table.others
+        needed = sum(self._num_new(part, start, end, slots) for part in parts)
+        check_free(needed, self.pool.num_free_blocks)
+        length, copies = sum(len(part.blocks) for part in parts), []
+        for part in parts:
+            blocks, num_blocks = part.blocks, -(-slots // size)
+            if start % size and self._is_shared(shared := blocks[start // size]):
+                self.interruption = MIDDLE
+                (blocks[start // size],) = self.pool.allocate(1)
+                self.pool.free([shared])
+                self._counts["copied_blocks"] += 1
+                copies.append((shared, blocks[start // size]))
+            if self.groups[part.group].kind == "state":
+                num_blocks = -(-end // size)
+                blocks += [FREED] * (num_blocks - 1 - len(blocks))
+            self._fill(part, num_blocks, end)
+        room = len(table.blocks) * size - 1
         if room > end + size - 2:  # lookahead tokens have blocks
             room = (table.num_cached_blocks + 1) * size - 1
-            table.seq.table_version += len(blocks) > length
-        if self.sliding_window is None:
+            table.seq.table_version += sum(len(part.blocks) for part in parts) > length
+        if self._is_full:
             table.no_alloc_until = room
         return copies
 
-    def _num_unseen(self, start: int) -> int:
-        """Leading blocks that neither the query at ``start`` nor a later one sees."""
-        if self.sliding_window is None:
-            return 0
-        return max(0, start - self.sliding_window + 1) // self.block_size
+    def _num_new(self, part: PooledTable, start: int, end: int, slots: int) -> int:
+        """Number of blocks that ``part`` takes for tokens from ``start`` to ``end``, with slots
+        before ``slots``."""
+        size = self.block_size
+        new = max(0, -(-slots // size) - len(part.blocks))
+        if self.groups[part.group].kind == "state":
+            new = min(1, max(0, -(-end // size) - len(part.blocks)))
+        return new + (start % size > 0 and self._is_shared(part.blocks[start // size]))
+
+    def _kept(self, table: PooledTable, first: int, last: int) -> Items[int]:
+        if self._is_full:
+            return range(first, last)
+        prompt_end = (table.seq.num_prompt_tokens - 1) // self.block_size
+        group, blocks = self.groups[table.group], table.blocks
+        kept = group.kept(
+            first, last,
+            block_size=self.block_size, retention=self.retention,
+            boundaries=(prompt_end, table.junction),
+        )  # fmt: skip
+        if group.kind == "state":
+            kept = [i for i in kept if i >= len(blocks) or blocks[i] != FREED]
+        return kept
+
+    def _num_unseen(self, part: PooledTable, start: int) -> int:
+        """Leading blocks of ``part`` that neither the query at ``start`` nor a later one sees."""
+        unseen = self.groups[part.group].num_unseen(start, self.block_size)
+        return min(unseen, len(part.blocks))
 
     def _give_back(self, table: PooledTable, start: int) -> None:
-        first, end = table.num_given_back, self._num_unseen(start)
-        if end > first:
-            self._notify_policy(table.seq)
-            with self._change:
-                self._fill(table, 0, start)  # caches a block whose last token was unknown until now
-                self.interruption = MIDDLE
-                self.pool.free(table.blocks[first:end])
-                table.blocks[first:end] = [FREED] * (end - first)
-                table.num_given_back = end
-                table.seq.table_version += 1
+        for part in (table, *table.others):
+            first, end = part.num_given_back, self._num_unseen(part, start)
+            if end > first:
+                self._notify_policy(table.seq)
+                with self._change:
+                    self._fill(part, 0, start)  # caches a block with a token unknown until now
+                    self.interruption = MIDDLE
+                    self.pool.free([block for block in part.blocks[first:end] if block != FREED])
+                    part.blocks[first:end] = [FREED] * (end - first)
+                    part.num_given_back = end
+                    table.seq.table_version += 1
 
     def _num_needed(self, table: PooledTable, end: int) -> int:
-        end_unseen = self._num_unseen(table.seq.num_computed_tokens)
-        unseen = table.blocks[table.num_given_back : end_unseen]
-        num_freed = sum(self.pool.ref_counts[block] == 1 for block in unseen)
-        return super()._num_needed(table, end) - num_freed
+        start, needed = table.seq.num_computed_tokens, 0
+        for part in (table, *table.others):
+            needed += self._num_new(part, start, end, end)
+            for block in part.blocks[part.num_given_back : self._num_unseen(part, start)]:
+                needed -= block != FREED and self.pool.ref_counts[block] == 1
+        return needed
 
     def _is_shared(self, block: int) -> bool:
         return self.pool.ref_counts[block] > 1
 
     def _share(self, table: PooledTable, copy: PooledTable) -> None:
-        self._fill(table, 0, table.seq.num_computed_tokens)
-        copy.blocks = table.blocks[: -(-table.seq.num_computed_tokens // self.block_size)]
-        copy.num_cached_blocks = table.num_cached_blocks
-        copy.num_given_back = table.num_given_back
+        stored = table.seq.num_computed_tokens
+        copy.others = [PooledTable(copy.seq, group=part.group) for part in table.others]
+        for part, twin in zip((table, *table.others), (copy, *copy.others), strict=True):
+            self._fill(part, 0, stored)
+            twin.blocks = part.blocks[: -(-stored // self.block_size)]
+            twin.num_cached_blocks, twin.num_given_back = (
+                part.num_cached_blocks, part.num_given_back
+            )  # fmt: skip
+            twin.junction = part.junction
+            self.pool.share([block for block in twin.blocks if block != FREED])
         table.no_alloc_until = 0  # the next append may have to copy the last block
-        self.pool.share(copy.blocks[copy.num_given_back :])
 
     def _forget(self) -> None:
         self.pool.reset_prefix_cache()
+
+
+def _further(hit: Hit) -> tuple[Items[Items[int]], int]:
+    """The blocks of ``hit`` in the groups after the first, and its junction: the length, in blocks,
+    of a longer prefix that some groups have cached; 0 if no group has."""
+    return hit.match or ((), 0)

@@ -44,19 +44,25 @@ class Operations(NamedTuple):
 
 
 def replay_of(
-    name: str, operations_of: Callable[[Trace, int], Operations | None]
+    name: str,
+    operations_of: Callable[[Trace, int], Operations | None],
+    prepare: Callable[[Trace, int], tuple[Trace, tuple]] | None = None,
+    compile: Callable[[str], Any] | None = None,
 ) -> Callable[[Trace, int], tuple[np.ndarray, np.ndarray]] | None:
     """Make ``replay(trace, capacity)``.  It returns hits and evictions of each request.
+
+    ``prepare`` returns the trace that the policy sees, and arguments.  ``compile`` makes the
+    function that takes the policy's state and these arguments.  The default is the replay without
+    groups.
 
     Returns None if the policy must run in Python: it has no ``Operations``, its integers are too
     large, or numba cannot compile it.  In the last case it warns.
     """
+    prepare, compile = prepare or _prepare, compile or _compile
 
     def replay(trace: Trace, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-        facts, resident = trace.request_facts, np.zeros(trace.num_unique_blocks, np.bool_)
-        block_ids = trace.block_ids.astype(np.int64)  # like all integers: fewer compilations
-        state = _values(operations_of(trace, capacity))
-        return run(block_ids, trace.offsets, capacity, facts, resident, state)
+        seen, arguments = prepare(trace, capacity)
+        return run(_values(operations_of(seen, capacity)), *arguments)
 
     trace = Trace.from_requests([(0, 1, 1, [0])], name="tiny")
     try:
@@ -65,9 +71,10 @@ def replay_of(
         return None
     if operations is None:
         return None
-    if (key := _key_of(operations)) in _RUNS:
-        return (run := _RUNS[key]) and replay
-    run = _RUNS[key] = _compile(key)
+    key = _key_of(operations)
+    if (key, compile) in _RUNS:
+        return (run := _RUNS[key, compile]) and replay
+    run = _RUNS[key, compile] = compile(key)
     try:
         try:
             replay(trace, 1)
@@ -82,13 +89,14 @@ def replay_of(
         if not (run.signatures and isinstance(error, ArithmeticError | ValueError)):
             reason = str(error).partition("\n")[0]
             warnings.warn(f"{name} runs in Python: numba: {reason}", stacklevel=3)
-            _RUNS[key] = None
+            _RUNS[key, compile] = None
             return None
     return replay
 
 
-_RUNS: dict[str, Any] = {}
-"""numba dispatchers by keys of ``_KINDS``; None if numba could not compile the policy."""
+_RUNS: dict[tuple[str, Callable], Any] = {}
+"""numba dispatchers by key of ``_KINDS`` and compiling function; None if numba could not compile
+the policy."""
 
 
 def _values(operations: Operations | None) -> tuple:
@@ -97,8 +105,14 @@ def _values(operations: Operations | None) -> tuple:
     return tuple(_values(value) if isinstance(value, Operations) else value for value in values)
 
 
+def _prepare(trace: Trace, capacity: int) -> tuple[Trace, tuple]:
+    block_ids = trace.block_ids.astype(np.int64)  # like all integers: fewer compilations
+    resident = np.zeros(trace.num_unique_blocks, np.bool_)
+    return trace, (block_ids, trace.offsets, capacity, trace.request_facts, resident)
+
+
 def _compile(key: str) -> Any:
-    def run(block_ids, offsets, capacity, request_facts, resident, state):
+    def run(state, block_ids, offsets, capacity, request_facts, resident):
         policy = _make(key, state)
         num_requests = len(offsets) - 1
         hits = np.zeros(num_requests, np.int64)

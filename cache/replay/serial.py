@@ -70,6 +70,9 @@ def simulate(
     *,
     policy: str | EvictionPolicy,
     capacity_blocks: int,
+    groups: Iterable[Group] | None = None,
+    retention: int | None = None,
+    max_num_batched_tokens: int = 8192,
     counted: slice = slice(None),
     **options,
 ) -> SimulationResult:
@@ -80,11 +83,21 @@ def simulate(
     ``PriorityPolicy`` or ``ClassPolicy`` if numba can compile it.  It computes in float64.  Other
     policies run in Python, as do policies with priorities beyond 2**53, which float64 would round.
 
+    ``groups`` are the groups of layers of a model with windows or states.  The replay is then that
+    of ``cache.replay.grouped``: the pool has ``capacity_blocks`` *pages*, a page is a block of one
+    group, and ``evictions`` counts pages.  ``retention`` (tokens) selects the blocks that window
+    and state groups keep, as in ``Group.kept``.  A prompt is computed in chunks of up to
+    ``max_num_batched_tokens`` tokens, rounded down to blocks, at least one.  Without ``retention``
+    and without evictions, hits are those of full attention.  Offline policies need full groups
+    only, because the next use of other pages depends on later hits.
+
     ``counted`` selects the requests in the result.  With ``slice(1000, None)`` the first 1000
     requests only warm up the pool and the policy.
 
     Raises ValueError for a capacity below 1, options together with a policy object, an unknown
-    policy or option, a priority that is not a number, or a trace without block ids.  Raises
+    policy or option, a priority that is not a number, a trace without block ids, groups without a
+    full group, ``retention`` that is no multiple of the block size or comes without ``groups``, a
+    trace of unknown block size with ``groups``, or an offline policy with windows or states.  Raises
     RuntimeError for a victim that is not a released block, and TraceError for a malformed file.
     """
     capacity_blocks = at_least(1, "capacity_blocks", capacity_blocks, maximum=2**63 - 1)
@@ -98,6 +111,12 @@ def simulate(
 
     # A larger pool evicts nothing either, and its size may overflow an int64.
     pool = min(capacity_blocks, max(trace.num_block_references, 1))
+    replay_in_python, how = _replay_in_python, ()
+    if groups is not None:
+        groups = check_groups(groups)
+        grouped = _grouped(trace, policy, groups, retention, max_num_batched_tokens)
+    elif retention is not None:
+        raise ValueError(f"retention={shown(retention)}: needs groups")
     replay = None
     if policy.compilable:
         from cache.replay.compiled import operations_of  # numba is slow to import

@@ -45,7 +45,7 @@ def pool_of(num_blocks: int, policy: EvictionPolicy | None = None) -> BlockPool:
 def cached(pool: BlockPool, *hashes: bytes) -> list[int]:
     """Blocks in use with the content ``hashes``."""
     blocks: list[int] = []
-    pool.extend(blocks, len(hashes), hashes, 0, len(hashes))
+    pool.extend(blocks, len(hashes), hashes, range(len(hashes)))
     return blocks
 
 
@@ -57,9 +57,9 @@ def test_calls_of_a_policy():
         ("miss", A), ("insert", 0, A, None, 0), ("miss", B), ("insert", 1, B, A, 1),
     ]  # fmt: skip
     policy.calls.clear()
-    pool.extend(blocks, 3, [A, B, C], 2, 2)
+    pool.extend(blocks, 3, [A, B, C], ())
     assert policy.calls == []
-    pool.extend(blocks, 3, [A, B, C], 2, 3)
+    pool.extend(blocks, 3, [A, B, C], (2,))
     assert blocks == [0, 1, 2]
     assert policy.calls == [("miss", C), ("insert", 2, C, B, 2)]
     policy.calls.clear()
@@ -67,7 +67,7 @@ def test_calls_of_a_policy():
     assert policy.calls == [("release", 2, 1, 0)]
     policy.calls.clear()
     pool.share([0])
-    pool.extend([0], 2, [A, D], 1, 2)  # A is there; D takes the place of C
+    pool.extend([0], 2, [A, D], (1,))  # A is there; D takes the place of C
     assert policy.calls == [("pin", 0), ("miss", D), ("evict", 2), ("insert", 2, D, A, 1)]
 
 

@@ -43,7 +43,7 @@ DAMAGES = {
         "content": lambda m, t: m._contents.__setitem__(t.blocks[1], None),
         "fewer cached": lambda m, t: setattr(t, "num_cached_blocks", 1),
         "hashes": lambda m, t: m._hasher.block_hashes(t.seq).reverse(),
-        "not evictable": lambda m, t: m.pool._publish([9], [bytes(8)], 0, 1),
+        "not evictable": lambda m, t: m.pool._publish([9], [bytes(8)], (0,)),
     },
     "vllm_v1": {
         "negative ref_count": lambda m, t: m.pool.ref_counts.__setitem__(9, -1),
