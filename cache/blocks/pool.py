@@ -216,19 +216,20 @@ class BlockPool:
         Blocks that have no user left become free or cached-free, the last of the sequence first.
         """
         ref_counts, hashes = self.ref_counts, self.block_hashes
-        released = []
+        released: list[int] = []
+        uncached: list[int] = []
         for block in reversed(blocks):
             ref_counts[block] -= 1
             if not ref_counts[block]:
-                released.append(block)
-        self.num_free_blocks += len(released)
-        uncached = [block for block in released if hashes[block] is None]
+                (uncached if hashes[block] is None else released).append(block)
+        self.num_free_blocks += len(released) + len(uncached)
         if uncached and not self.queue_uncached:
             self._free += reversed(uncached)
-            released = [block for block in released if hashes[block] is not None]
-        else:
+        elif uncached:
             for block in uncached:
                 self.policy.insert(block, (None, block), None, 0)
+            queued = {*released, *uncached}
+            released = [block for block in reversed(blocks) if block in queued]
         self.policy.release_many(released)
 
     def reset_prefix_cache(self) -> None:

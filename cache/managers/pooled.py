@@ -24,7 +24,7 @@ class PooledTable(Table):
     num_cached_blocks: int = 0  # number of leading blocks that were cached, if they are kept
     num_given_back: int = 0  # number of leading blocks that are FREED
     group: int = 0  # number of the group of layers
-    others: list[PooledTable] = field(default_factory=list)  # the tables of the further groups
+    others: Items[PooledTable] = ()  # the tables of the further groups
     junction: int = 0  # length in blocks of a prefix that only some of the groups had cached
 
 
@@ -107,10 +107,10 @@ class PooledManager(CacheManager):
         self._share_hit(table, hit.blocks)
 
     def _share_hit(self, table: PooledTable, blocks: Items[int]) -> None:
-        self.pool.share([block for block in blocks if block != FREED])
-        table.blocks = list(blocks)
         table.num_cached_blocks = len(blocks)
         table.num_given_back = blocks.count(FREED)  # FREED come first
+        table.blocks = list(blocks)
+        self.pool.share(table.blocks[table.num_given_back :])
 
     def _num_blocks_of(self, table: PooledTable, start: int, end: int) -> int:
         """Length that ``table`` needs to give slots to the tokens from ``start`` to ``end``."""
@@ -131,7 +131,7 @@ class PooledManager(CacheManager):
             if missing > pool.num_free_blocks:
                 raise OutOfBlocks(missing, pool.num_free_blocks)
             self.interruption = MIDDLE
-            kept = self._kept(table, first, last)
+            kept = self._kept(table, first, last) if last > first else ()
             pool.extend(table.blocks, num_blocks, hashes, kept)
             if last > first and pool.events is not None:
                 size, seq = self.block_size, table.seq
@@ -156,4 +156,9 @@ class PooledManager(CacheManager):
     def _release(self, table: PooledTable) -> None:
         for part in (table, *table.others):
             self._fill(part, 0, table.seq.num_computed_tokens)
-            self.pool.free([block for block in part.blocks if block != FREED])
+            self.pool.free(held(part.blocks))
+
+
+def held(blocks: list[int]) -> list[int]:
+    """``blocks`` without FREED."""
+    return [block for block in blocks if block != FREED] if FREED in blocks else blocks

@@ -11,7 +11,7 @@ from cache.blocks.pool import check_free
 from cache.blocks.sequence import Sequence
 from cache.checks import at_least, true_or_false
 from cache.managers.base import FREED, MIDDLE, NOTHING, CacheOptions, Copies, Hit
-from cache.managers.pooled import PooledManager, PooledTable
+from cache.managers.pooled import PooledManager, PooledTable, held
 
 
 class VLLMv1(PooledManager):
@@ -141,10 +141,14 @@ class VLLMv1(PooledManager):
         return tables[0], (tables[1:], junction)
 
     def _num_to_admit(self, num_tokens: int, hit: Hit) -> int:
+        if self._is_full:
+            return super()._num_to_admit(num_tokens, hit)
         chunk = self.max_in_flight_tokens if len(self.groups) > 1 else None
         return self._num_taken(num_tokens, hit, chunk)
 
     def _num_to_begin(self, table: PooledTable, hit: Hit, end: int) -> int:
+        if self._is_full:
+            return super()._num_to_begin(table, hit, end)
         return self._num_taken(end, hit, None)
 
     def _num_taken(self, end: int, hit: Hit, chunk: int | None) -> int:
@@ -156,13 +160,13 @@ class VLLMv1(PooledManager):
         tables = hit.blocks, *_further(hit)[0]
         for number, group in enumerate(self.groups):
             blocks = tables[number] if number < len(tables) else ()
-            held = [block for block in blocks if block != FREED]
+            kept = held(list(blocks))
             new = -(-end // size) - len(blocks)
             if group.kind == "state" and chunk is None:
                 new = min(new, 1)
             elif chunk is not None and group.kind != "full":
-                new = min(new, group.num_blocks_at_once(chunk, size) - len(held))
-            needed += new + self.pool.num_revived(held)
+                new = min(new, group.num_blocks_at_once(chunk, size) - len(kept))
+            needed += new + self.pool.num_revived(kept)
         return needed
 
     def _adopt(self, table: PooledTable, hit: Hit) -> None:
@@ -175,46 +179,62 @@ class VLLMv1(PooledManager):
                 part.junction = table.junction
 
     def _extend(self, table: PooledTable, start: int, end: int) -> Copies:
-        size, slots = self.block_size, end + table.num_lookahead_tokens
-        if self._has_states and start % size and end > (limit := -(-start // size) * size):
-            raise ValueError(
-                f"end={end}: with a state group a call from {start} needs an end of at most {limit}"
-            )
-        table.num_lookahead_tokens = 0
+        size, length = self.block_size, len(table.blocks)
+        num_blocks = -(-end // size)
+        if table.num_lookahead_tokens:
+            num_blocks = -(-(end + table.num_lookahead_tokens) // size)
+            table.num_lookahead_tokens = 0
         if not self._is_full:
-            self._give_back(table, start)
-        parts = table, *table.others
-        needed = sum(self._num_new(part, start, end, slots) for part in parts)
-        check_free(needed, self.pool.num_free_blocks)
-        length, copies = sum(len(part.blocks) for part in parts), []
-        for part in parts:
-            blocks, num_blocks = part.blocks, -(-slots // size)
-            if start % size and self._is_shared(shared := blocks[start // size]):
-                self.interruption = MIDDLE
-                (blocks[start // size],) = self.pool.allocate(1)
-                self.pool.free([shared])
-                self._counts["copied_blocks"] += 1
-                copies.append((shared, blocks[start // size]))
-            if self.groups[part.group].kind == "state":
-                num_blocks = -(-end // size)
-                blocks += [FREED] * (num_blocks - 1 - len(blocks))
-            self._fill(part, num_blocks, end)
+            return self._extend_groups(table, start, end, num_blocks)
+        copies = self._grow(table, start, end, num_blocks)
         room = len(table.blocks) * size - 1
         if room > end + size - 2:  # lookahead tokens have blocks
             room = (table.num_cached_blocks + 1) * size - 1
-            table.seq.table_version += sum(len(part.blocks) for part in parts) > length
-        if self._is_full:
-            table.no_alloc_until = room
+            table.seq.table_version += len(table.blocks) > length
+        table.no_alloc_until = room
         return copies
 
-    def _num_new(self, part: PooledTable, start: int, end: int, slots: int) -> int:
-        """Number of blocks that ``part`` takes for tokens from ``start`` to ``end``, with slots
-        before ``slots``."""
-        size = self.block_size
-        new = max(0, -(-slots // size) - len(part.blocks))
-        if self.groups[part.group].kind == "state":
-            new = min(1, max(0, -(-end // size) - len(part.blocks)))
-        return new + (start % size > 0 and self._is_shared(part.blocks[start // size]))
+    def _extend_groups(self, table: PooledTable, start: int, end: int, num_blocks: int) -> Copies:
+        limit = -(-start // self.block_size) * self.block_size
+        if self._has_states and start < limit < end:
+            raise ValueError(
+                f"end={end}: with a state group a call from {start} needs an end of at most {limit}"
+            )
+        self._give_back(table, start)
+        parts = table, *table.others
+        needed = sum(self._num_new(part, start, end, num_blocks) for part in parts)
+        check_free(needed, self.pool.num_free_blocks)
+        copies: Copies = []
+        for part in parts:
+            length = num_blocks
+            if self.groups[part.group].kind == "state":
+                length = -(-end // self.block_size)
+                part.blocks += [FREED] * (length - 1 - len(part.blocks))
+            table.seq.table_version += length > max(len(part.blocks), -(-end // self.block_size))
+            copies += self._grow(part, start, end, length)
+        return copies
+
+    def _grow(self, part: PooledTable, start: int, end: int, num_blocks: int) -> Copies:
+        """Extend ``part`` to ``num_blocks``; first copy a shared block of the token ``start``."""
+        pool, blocks, copies = self.pool, part.blocks, []
+        position, offset = divmod(start, self.block_size)
+        if offset and pool.ref_counts[shared := blocks[position]] > 1:
+            check_free(1 + max(0, num_blocks - len(blocks)), pool.num_free_blocks)
+            self.interruption = MIDDLE
+            (blocks[position],) = pool.allocate(1)
+            pool.free([shared])
+            self._counts["copied_blocks"] += 1
+            copies.append((shared, blocks[position]))
+        self._fill(part, num_blocks, end)
+        return copies
+
+    def _num_new(self, part: PooledTable, start: int, end: int, num_blocks: int) -> int:
+        """Number of blocks that ``part`` takes for the tokens from ``start`` to ``end``, if
+        attention layers need tables of ``num_blocks``."""
+        size, is_state = self.block_size, self.groups[part.group].kind == "state"
+        new = max(0, (-(-end // size) if is_state else num_blocks) - len(part.blocks))
+        copied = start % size > 0 and self._is_shared(part.blocks[start // size])
+        return (min(1, new) if is_state else new) + copied
 
     def _kept(self, table: PooledTable, first: int, last: int) -> Items[int]:
         if self._is_full:
@@ -236,24 +256,25 @@ class VLLMv1(PooledManager):
         return min(unseen, len(part.blocks))
 
     def _give_back(self, table: PooledTable, start: int) -> None:
+        """Free the blocks that neither the query at ``start`` nor a later one sees."""
         for part in (table, *table.others):
-            first, end = part.num_given_back, self._num_unseen(part, start)
-            if end > first:
+            first, last = part.num_given_back, self._num_unseen(part, start)
+            if last > first:
                 self._notify_policy(table.seq)
                 with self._change:
                     self._fill(part, 0, start)  # caches a block with a token unknown until now
                     self.interruption = MIDDLE
-                    self.pool.free([block for block in part.blocks[first:end] if block != FREED])
-                    part.blocks[first:end] = [FREED] * (end - first)
-                    part.num_given_back = end
+                    self.pool.free(held(part.blocks[first:last]))
+                    part.blocks[first:last] = [FREED] * (last - first)
+                    part.num_given_back = last
                     table.seq.table_version += 1
 
     def _num_needed(self, table: PooledTable, end: int) -> int:
         start, needed = table.seq.num_computed_tokens, 0
         for part in (table, *table.others):
-            needed += self._num_new(part, start, end, end)
-            for block in part.blocks[part.num_given_back : self._num_unseen(part, start)]:
-                needed -= block != FREED and self.pool.ref_counts[block] == 1
+            needed += self._num_new(part, start, end, -(-end // self.block_size))
+            unseen = part.blocks[part.num_given_back : self._num_unseen(part, start)]
+            needed -= sum(self.pool.ref_counts[block] == 1 for block in held(unseen))
         return needed
 
     def _is_shared(self, block: int) -> bool:
@@ -269,7 +290,7 @@ class VLLMv1(PooledManager):
                 part.num_cached_blocks, part.num_given_back
             )  # fmt: skip
             twin.junction = part.junction
-            self.pool.share([block for block in twin.blocks if block != FREED])
+            self.pool.share(held(twin.blocks))
         table.no_alloc_until = 0  # the next append may have to copy the last block
 
     def _forget(self) -> None:
