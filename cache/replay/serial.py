@@ -18,17 +18,20 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cache.checks import at_least
+from cache.checks import at_least, shown
 from cache.policies import EvictionPolicy, as_policy
 from cache.policies.base import RequestInfo, wrong_victim
 from cache.traces.trace import Trace, load_trace
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from cache.blocks.groups import Group
 
 
 @dataclass(frozen=True)
@@ -95,10 +98,10 @@ def simulate(
     requests only warm up the pool and the policy.
 
     Raises ValueError for a capacity below 1, options together with a policy object, an unknown
-    policy or option, a priority that is not a number, a trace without block ids, groups without a
-    full group, ``retention`` that is no multiple of the block size or comes without ``groups``, a
-    trace of unknown block size with ``groups``, or an offline policy with windows or states.  Raises
-    RuntimeError for a victim that is not a released block, and TraceError for a malformed file.
+    policy or option, a priority that is not a number, or a trace without block ids; with groups,
+    for an unknown block size, a ``retention`` that is no multiple of it, no full group, or an
+    offline policy with windows or states.  Raises RuntimeError for a victim that is not a released
+    block, and TraceError for a malformed file.
     """
     capacity_blocks = at_least(1, "capacity_blocks", capacity_blocks, maximum=2**63 - 1)
     if not isinstance(counted, slice) or counted.step not in (None, 1):
@@ -111,10 +114,14 @@ def simulate(
 
     # A larger pool evicts nothing either, and its size may overflow an int64.
     pool = min(capacity_blocks, max(trace.num_block_references, 1))
-    replay_in_python, how = _replay_in_python, ()
+    replay_in_python: Callable = _replay_in_python
+    how: tuple = ()
     if groups is not None:
-        groups = check_groups(groups)
-        grouped = _grouped(trace, policy, groups, retention, max_num_batched_tokens)
+        from cache.replay.grouped import GroupedReplay, compile_replay  # numba
+
+        grouped = GroupedReplay.of(trace, policy, groups, retention, max_num_batched_tokens)
+        pool = min(capacity_blocks, grouped.max_pages(trace))
+        replay_in_python, how = grouped.in_python, (grouped.prepare, compile_replay)
     elif retention is not None:
         raise ValueError(f"retention={shown(retention)}: needs groups")
     replay = None
@@ -122,7 +129,7 @@ def simulate(
         from cache.replay.compiled import operations_of  # numba is slow to import
         from cache.replay.operations import replay_of
 
-        replay = replay_of(policy.name, partial(operations_of, policy))
+        replay = replay_of(policy.name, partial(operations_of, policy), *how)
     started = time.perf_counter()
     if replay is not None:
         try:
@@ -131,7 +138,7 @@ def simulate(
             replay = None
             started = time.perf_counter()
     if replay is None:
-        hits, evictions = _replay_in_python(trace, policy, pool)
+        hits, evictions = replay_in_python(trace, policy, pool)
     seconds = time.perf_counter() - started
 
     part = trace[counted]
