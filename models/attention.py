@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +52,10 @@ class AttentionMetadata:
     """Largest of context_lens, or an upper bound of them."""
     parts: tuple[AttentionMetadata, ...] = ()
     """Parts of a batch that mixes sequences with one, few and many queries; else empty."""
+    groups: tuple[AttentionMetadata, ...] = ()
+    """The slots and tables of each group of layers; empty if the model has one group."""
+    gathers: dict[int | None, list[Any]] = field(default_factory=dict, compare=False, repr=False)
+    """Slots that a decode batch sees, by window size; layers share them (``TorchBackend``)."""
 
 
 class AttentionBackend:
@@ -156,14 +160,7 @@ class TorchBackend(AttentionBackend):
     ops = reference
     captured_multiple = 0
 
-    def __init__(self) -> None:
-        self._metadata: AttentionMetadata | None = None  # each forward pass has a new object
-        self._gathers: dict[int | None, list[Any]] = {}
-        """Results of ``_gathers`` for the metadata, by window size; layers share them."""
-
     def __call__(self, query, key, value, rotation, k_cache, v_cache, metadata, layer):
-        if self._metadata is not metadata:
-            self._metadata, self._gathers = metadata, {}
         if layer.q_norm is not None:
             query, key = layer.q_norm(query), layer.k_norm(key)
         query, key = (apply_rope(x, *rotation.of_tokens) for x in (query, key))
@@ -182,10 +179,10 @@ class TorchBackend(AttentionBackend):
         window_size, outs = layer.scores["window_size"], []
         for rows, part in _parts(metadata):
             if part.max_seqlen_q == 1:
-                if window_size not in self._gathers:
+                if window_size not in part.gathers:
                     gathers = _gathers(part, k_cache.shape[1], window_size, limit)
-                    self._gathers[window_size] = list(gathers)
-                gathers = self._gathers[window_size]
+                    part.gathers[window_size] = list(gathers)
+                gathers = part.gathers[window_size]
                 outs.append(self._decode(query[rows], caches, gathers, **layer.scores))
             else:
                 outs.append(self._prefill(query[rows], caches, part, **layer.scores))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from cache import block_bytes
+from cache import Group, block_bytes, layer_groups
 from cache.checks import at_least, true_or_false
 from cache.serving.sampling_params import SamplingParams
 from models.gguf import is_gguf, open_gguf
@@ -317,6 +317,15 @@ class ModelConfig:
         return max(windows) if windows and len(windows) == len(self.windows) else None
 
     @property
+    def groups(self) -> tuple[Group, ...]:
+        """Groups of layers that keep K/V of the same tokens; one group unless the model mixes full
+        attention with windows."""
+        groups = layer_groups(self.windows or (None,) * self.num_layers)
+        if any(group.kind == "full" for group in groups):
+            return groups
+        return (Group("window", self.sliding_window, tuple(range(self.num_layers))),)
+
+    @property
     def max_positions(self) -> int:
         """Longest sequence, as in vLLM: max_position_embeddings times the factor of linear scaling.
         In Gemma 3's checkpoints max_position_embeddings already includes this factor."""
@@ -331,11 +340,17 @@ class ModelConfig:
         return _family(self.architecture)
 
     def kv_block_bytes(
-        self, block_size: int, dtype: torch.dtype, *, tensor_parallel_size: int = 1
+        self,
+        block_size: int,
+        dtype: torch.dtype,
+        *,
+        tensor_parallel_size: int = 1,
+        num_layers: int | None = None,
     ) -> int:
-        """Bytes of K and V of all layers on one rank for a block of ``block_size`` tokens."""
+        """Bytes of K and V on one rank for a block of ``block_size`` tokens, in ``num_layers``
+        layers.  None: in all layers."""
         return block_bytes(
-            block_size=block_size, num_layers=self.num_layers,
+            block_size=block_size, num_layers=num_layers or self.num_layers,
             num_kv_heads=self.num_kv_heads, head_dim=self.head_dim,
             dtype_bytes=dtype.itemsize, tensor_parallel_size=tensor_parallel_size,
         )  # fmt: skip

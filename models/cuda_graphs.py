@@ -5,6 +5,7 @@ rows fill the rest; with negative slots and empty contexts they store and attend
 """
 
 import bisect
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -39,8 +40,9 @@ class DecodeGraphs:
 
         self._token_ids = fixed((largest,), torch.int64)
         self._positions = fixed((largest,), torch.int64)
-        self._slot_mapping = fixed((largest,), torch.int64, -1)
-        self._block_tables = fixed((largest, max_blocks), torch.int32)
+        num_groups = len(model.groups)
+        self._slot_mapping = fixed((num_groups, largest), torch.int64, -1)
+        self._block_tables = fixed((num_groups, largest, max_blocks), torch.int32)
         self._context_lens = fixed((largest,), torch.int32)
         self._cu_seqlens = torch.arange(largest + 1, dtype=torch.int32, device=device)
         self._hidden = torch.zeros(largest, hidden_size, dtype=weight.dtype, device=device)
@@ -61,9 +63,11 @@ class DecodeGraphs:
         size = self.batch_sizes[bisect.bisect_left(self.batch_sizes, batch)]
         self._token_ids[:batch].copy_(token_ids)
         self._positions[:batch].copy_(positions)
-        self._slot_mapping[:batch].copy_(metadata.slot_mapping)
-        self._slot_mapping[batch:size].fill_(-1)
-        self._block_tables[:batch, : metadata.block_tables.shape[1]].copy_(metadata.block_tables)
+        for group, part in enumerate(metadata.groups or (metadata,)):
+            self._slot_mapping[group, :batch].copy_(part.slot_mapping)
+            width = part.block_tables.shape[1]
+            self._block_tables[group, :batch, :width].copy_(part.block_tables)
+        self._slot_mapping[:, batch:size].fill_(-1)
         self._context_lens[:batch].copy_(metadata.context_lens)
         self._context_lens[batch:size].zero_()
         self._replays[size]()
@@ -71,14 +75,19 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def _capture(self, size: int) -> Callable[[], None]:
-        metadata = AttentionMetadata(
-            slot_mapping=self._slot_mapping[:size],
-            block_tables=self._block_tables[:size],
-            cu_seqlens_q=self._cu_seqlens[: size + 1],
-            context_lens=self._context_lens[:size],
-            max_seqlen_q=1,
-            max_context_len=self._max_context_len,
+        metadata, *others = (
+            AttentionMetadata(
+                slot_mapping=self._slot_mapping[group, :size],
+                block_tables=self._block_tables[group, :size],
+                cu_seqlens_q=self._cu_seqlens[: size + 1],
+                context_lens=self._context_lens[:size],
+                max_seqlen_q=1,
+                max_context_len=self._max_context_len,
+            )
+            for group in range(len(self._model.groups))
         )
+        if others:
+            metadata = dataclasses.replace(metadata, groups=(metadata, *others))
 
         def step() -> None:
             hidden = self._model(

@@ -11,6 +11,7 @@ from types import ModuleType
 import torch
 from torch import nn
 
+from cache import Group
 from models.attention import AttentionBackend, AttentionMetadata
 from models.config import ModelConfig
 from models.layers import (
@@ -152,6 +153,7 @@ class Decoder(nn.Module):
             for window in config.windows or [None] * config.num_layers
         )
         self.norm = _norm(config, backend.ops)
+        self.group_of_layer = [(0, layer) for layer in range(config.num_layers)]
         self.embedding_scale = None
         if config.family.scaled_embeddings:  # rounded to the model's dtype like in training
             self.embedding_scale = torch.tensor(config.hidden_size**0.5, device="cpu").item()
@@ -161,8 +163,10 @@ class Decoder(nn.Module):
         if self.embedding_scale is not None:
             x = x * self.embedding_scale
         residual, rotations = None, [rotary(positions) for rotary in self.rotary_embs]
-        for i, (layer, rope) in enumerate(zip(self.layers, self._rope_of_layer, strict=True)):
-            x, residual = layer(x, residual, rotations[rope], kv_cache[:, i], metadata)
+        of_groups = metadata.groups or (metadata,)
+        layers = zip(self.layers, self._rope_of_layer, self.group_of_layer, strict=True)
+        for layer, rope, (group, index) in layers:
+            x, residual = layer(x, residual, rotations[rope], kv_cache[:, index], of_groups[group])
         return self.norm(x, residual)
 
 
@@ -181,6 +185,7 @@ class CausalLM(nn.Module):
         self.num_q_heads_per_rank = len(tp.share(config.num_q_heads, "num_q_heads"))
         self.num_kv_heads_per_rank = len(tp.share(config.num_kv_heads, "num_kv_heads", repeat=True))
         self.model = Decoder(config, backend, tp, max_positions)
+        self.groups: tuple[Group, ...] = (Group(layers=config.num_layers),)
         self.lm_head = None
         if not config.tie_word_embeddings:
             self.lm_head = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
@@ -195,11 +200,23 @@ class CausalLM(nn.Module):
         """Hidden states of the new tokens of a batch, sequence by sequence.
 
         token_ids, positions: (num_tokens,) int64.
-        kv_cache: (2, num_layers, num_blocks, block_size, num_kv_heads_per_rank, head_dim) in the
-            model's dtype or fp8 e4m3.  The K/V of the new tokens are stored into it.
+        kv_cache: (2, layers, num_blocks, block_size, num_kv_heads_per_rank, head_dim) in the
+            model's dtype or fp8 e4m3.  The K/V of the new tokens are stored into it.  ``layers`` is
+            the number of layers of the largest of ``groups``; by default all layers are one group.
         Returns (num_tokens, hidden_size).
         """
         return self.model(token_ids, positions, kv_cache, metadata)
+
+    def use_groups(self, groups: tuple[Group, ...]) -> None:
+        """Divide the layers into groups that share a KV cache of as many layers as the largest has.
+
+        ``groups``: their ``layers`` are indices, each of a layer of this model, once.
+        """
+        self.groups = groups
+        for number, group in enumerate(groups):
+            layers = range(group.layers) if isinstance(group.layers, int) else group.layers
+            for index, layer in enumerate(layers):
+                self.model.group_of_layer[layer] = number, index
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits, (num_rows, vocab_size), of hidden states, (num_rows, hidden_size)."""

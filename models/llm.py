@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cache import CacheManager, EvictionPolicy, make_manager, num_cpu_blocks, num_gpu_blocks
+from cache import CacheManager, EvictionPolicy, Group, make_manager, num_cpu_blocks, num_gpu_blocks
 from cache.checks import at_least, shown
 from cache.serving.engine import Engine
 from cache.serving.outputs import RequestOutput, TokenOutput
@@ -67,11 +67,13 @@ class LLMOptions:
             or "torch".  Keys and values are divided by the checkpoint's scales (one each per layer,
             as in vLLM), else by 1; magnitudes beyond 448 saturate.
         attention_backend: "triton" (default on a GPU), "torch" (default on a CPU), "flash_attn".
-        manager: cache manager, a key of ``cache.MANAGERS``.  If every layer has a window, vllm_v1
-            frees the blocks behind it, unless preemption is "swap" or blocks are partly reused.
+        manager: cache manager, a key of ``cache.MANAGERS``.  If layers have windows, vllm_v1
+            divides the layers into groups and frees the blocks behind the windows, unless
+            preemption is "swap".
         policy: eviction policy, for managers with prefix caching.
         block_size: tokens per block.
-        num_blocks: number of blocks of the KV cache.  Default on a GPU: as many as fit into
+        num_blocks: number of blocks of the KV cache.  If layers are divided into groups, a block
+            holds K/V of one group's layers.  Default on a GPU: as many as fit into
             gpu_memory_utilization of its memory minus the peak of a profiling run.  Default on a
             CPU: as many as fit into min(4 GiB, 25 % of available memory), but no more than
             max_num_seqs sequences of max_model_len need.
@@ -89,7 +91,7 @@ class LLMOptions:
             LLM starts the other ranks as child processes.
         gpu_memory_utilization: see num_blocks.
         hash_algorithm: hash of the prefix cache.  Default: the manager's default.
-        manager_options: further options of the manager, except sliding_window.
+        manager_options: further options of the manager, except sliding_window and groups.
         random_weights: use random weights instead of the checkpoint's weights.
         cuda_graphs: replay decoding from CUDA graphs.  Default: True on a GPU with "triton", and
             with "flash_attn" if block_size is a multiple of 256.
@@ -137,11 +139,13 @@ class LLMOptions:
         utilization_share(self.gpu_memory_utilization)
         if not isinstance(self.seed, int):
             raise ValueError(f"seed={self.seed!r}: needs an int")
-        if window := (self.manager_options or {}).get("sliding_window"):
-            raise ValueError(
-                f"manager_options: sliding_window={window!r}: the window is the model's; vllm_v1 "
-                "frees the blocks behind it"
-            )
+        given = self.manager_options or {}
+        for name in ("sliding_window", "groups"):
+            if given.get(name):
+                raise ValueError(
+                    f"manager_options: {name}={given[name]!r}: the window is the model's; vllm_v1 "
+                    "frees the blocks behind it"
+                )
 
 
 class LLM:
@@ -304,6 +308,24 @@ class LLM:
             for output, text in zip(outputs, texts, strict=True)
         ]
 
+    def memory_usage(self) -> str:
+        """A table of the KV cache's memory now: for each group of layers its number of layers, its
+        window, and the blocks and MiB that its sequences hold; retention, and the whole cache."""
+        manager, mib = self.manager, self._block_bytes / 2**20
+        lines = ["group   layers  window  blocks in use       MiB"]
+        counts = manager.num_used_blocks()
+        for number, (group, count) in enumerate(zip(self.model.groups, counts, strict=True)):
+            window = group.window or "all"
+            lines.append(
+                f"{number:>5}{group.num_layers:>9}{window:>8}{count:>15,}{count * mib:>10,.1f}"
+            )
+        lines.append(
+            f"retention: {getattr(manager, 'retention', None)}; the cache has "
+            f"{manager.num_blocks:,} blocks of {manager.block_size} tokens, "
+            f"{manager.num_blocks * mib:,.1f} MiB"
+        )
+        return "\n".join(lines)
+
     def reset_prefix_cache(self) -> bool:
         """Forget all cached K/V, for example for new weights; see ``Engine.reset_prefix_cache``."""
         return self._streams.reset_prefix_cache()
@@ -390,6 +412,7 @@ class LLM:
             self.config, backend,
             dtype=self.dtype, device=self.device, tp=self._tp, max_positions=longest,
         )  # fmt: skip
+        model.use_groups(_groups(asked, self.config))
         if folder is None or asked.random_weights:
             randomize_weights(model, seed=asked.seed, std=self.config.initializer_range)
             return model
@@ -403,9 +426,10 @@ class LLM:
     ) -> tuple[int, int]:
         """Numbers of blocks on the device and, for swapping, in host memory; equal on all ranks."""
         num_blocks, num_host_blocks = asked.num_blocks, asked.num_host_blocks
-        block_bytes = self.config.kv_block_bytes(
-            asked.block_size, kv_dtype, tensor_parallel_size=asked.tensor_parallel_size
-        )
+        block_bytes = self._block_bytes = self.config.kv_block_bytes(
+            asked.block_size, kv_dtype, tensor_parallel_size=asked.tensor_parallel_size,
+            num_layers=max(group.num_layers for group in self.model.groups),
+        )  # fmt: skip
         if num_blocks is None and self.device.type == "cpu":
             num_blocks = self._num_blocks_in_host(block_bytes)
             if not num_blocks:
@@ -414,7 +438,8 @@ class LLM:
                     f"than the KV cache gets of {available_host_bytes():,} available ones; give "
                     "num_blocks, or choose a smaller block"
                 )
-            num_blocks = min(num_blocks, asked.max_num_seqs * -(-longest // asked.block_size))
+            of_longest = [-(-longest // asked.block_size)] * len(self.model.groups)
+            num_blocks = min(num_blocks, asked.max_num_seqs * sum(of_longest))
         elif num_blocks is None:
             peak_bytes = profile_peak_bytes(
                 self.model,
@@ -442,6 +467,13 @@ class LLM:
         return self._tp.min(fitting, self.device)
 
 
+def _groups(asked: LLMOptions, config: ModelConfig) -> tuple[Group, ...]:
+    """The groups of layers that get block tables of their own."""
+    if asked.manager == "vllm_v1" and asked.preemption != "swap":
+        return config.groups
+    return (Group(layers=tuple(range(config.num_layers))),)
+
+
 def _one_for_each(name: str, value: Any, count: int) -> Sequence[Any]:
     """One item for each of ``count`` prompts.  value: a sequence of items, or an item for all."""
     if not isinstance(value, Sequence):
@@ -459,8 +491,11 @@ def _new_scheduler(
     options: dict[str, Any] = dict(asked.manager_options or {})
     if asked.hash_algorithm is not None:
         options["hash_algorithm"] = asked.hash_algorithm
-    if asked.manager == "vllm_v1" and asked.preemption != "swap":
-        options["sliding_window"] = config.sliding_window
+    groups = _groups(asked, config)
+    if len(groups) > 1:
+        options["groups"] = groups
+    elif groups[0].window is not None:
+        options["sliding_window"] = groups[0].window
     if asked.manager == "contiguous":
         longest_run = asked.block_size << max(0, num_blocks.bit_length() - 1)
         # The oracle's reservation: right for sequences that do not stop early.

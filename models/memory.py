@@ -1,5 +1,6 @@
 """Measures the memory that the model and its largest batch leave for the KV cache."""
 
+import dataclasses
 from pathlib import Path
 
 import torch
@@ -65,6 +66,8 @@ def profile_peak_bytes(
         max_seqlen_q=max(lengths),
         max_context_len=max(lengths),
     )
+    if len(model.groups) > 1:
+        metadata = dataclasses.replace(metadata, groups=(metadata,) * len(model.groups))
     token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     positions = torch.cat([torch.arange(length, device=device) for length in lengths])
     hidden = model(token_ids, positions, make_kv_cache(model, 1, block_size, kv_dtype), metadata)

@@ -35,7 +35,8 @@ class ModelRunner:
         cuda_graphs: capture CUDA graphs now, and replay decode steps from them.
 
     Attributes:
-        kv_cache: (2, num_layers, num_blocks, block_size, num_kv_heads_per_rank, head_dim).
+        kv_cache: (2, layers, num_blocks, block_size, num_kv_heads_per_rank, head_dim), with the
+            number of layers of the model's largest group.
         host_cache: KV cache of the same shape, with num_host_blocks, in host memory.  None if
             num_host_blocks is 0.
     """
@@ -104,11 +105,11 @@ class ModelRunner:
         cu_seqlens = np.concatenate(([0], counts.cumsum()))
 
         token_ids, unread = _token_ids(sequences, counts, ends)
-        block_tables = _block_tables(sequences, manager)
+        tables = _block_tables(sequences, manager)
         rows = np.repeat(np.arange(len(counts)), counts)
         positions = np.arange(cu_seqlens[-1]) + (ends - counts - cu_seqlens[:-1])[rows]
         columns, offsets = np.divmod(positions, self.block_size)
-        slots = block_tables[rows, columns].astype(np.int64) * self.block_size + offsets
+        slots = tables[:, rows, columns].astype(np.int64) * self.block_size + offsets
         last_rows = np.empty_like(ends)  # in the step's order
         last_rows[order] = cu_seqlens[1:] - 1
         last_rows = last_rows[
@@ -116,19 +117,25 @@ class ModelRunner:
         ]
 
         (
-            ids, indices, logit_rows, unread_rows, slot_mapping, tables, cu_seqlens_q, context_lens
+            ids, indices, logit_rows, unread_rows, slot_mapping, block_tables, cu_seqlens_q,
+            context_lens,
         ) = upload(
-            self.device, token_ids, positions, last_rows, unread, slots, block_tables,
+            self.device, token_ids, positions, last_rows, unread, slots, tables,
             cu_seqlens.astype(np.int32), ends.astype(np.int32),
         )  # fmt: skip
         if unread.shape[1]:
             targets, sampled_rows = unread_rows
             # -1 marks a row that is not finite.  Its request ends when the tokens are read.
             ids[targets] = step.drawn.tokens[sampled_rows].clamp(min=0)
-        metadata = AttentionMetadata(
-            slot_mapping, tables, cu_seqlens_q, context_lens, int(counts.max()), int(ends.max())
-        )
-        metadata = in_parts(metadata, counts, ends, self._few_queries, self.block_size)
+        most = int(counts.max()), int(ends.max())
+        groups = []
+        for of_group in zip(slot_mapping, block_tables, strict=True):
+            metadata = AttentionMetadata(*of_group, cu_seqlens_q, context_lens, *most)
+            metadata = in_parts(metadata, counts, ends, self._few_queries, self.block_size)
+            groups.append(metadata)
+        metadata = groups[0]
+        if len(groups) > 1:
+            metadata = dataclasses.replace(metadata, groups=tuple(groups))
         return ids, indices, metadata, logit_rows
 
     def _move_blocks(self, step: Step) -> None:
@@ -144,13 +151,13 @@ class ModelRunner:
 def make_kv_cache(
     model: CausalLM, num_blocks: int, block_size: int, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Zeros, (2, num_layers, num_blocks, block_size, num_kv_heads_per_rank, head_dim), on the
-    model's device.  dtype: None is the model's dtype."""
+    """Zeros, (2, layers, num_blocks, block_size, num_kv_heads_per_rank, head_dim), on the model's
+    device, with the number of layers of the largest group.  dtype: None is the model's dtype."""
     weight = model.model.embed_tokens.weight
     shape = kv_cache_shape(
         num_blocks=num_blocks,
         block_size=block_size,
-        num_layers=model.config.num_layers,
+        num_layers=max(group.num_layers for group in model.groups),
         num_kv_heads=model.num_kv_heads_per_rank,
         head_dim=model.config.head_dim,
     )
@@ -210,17 +217,19 @@ def in_parts(
 
 
 def _block_tables(sequences: list[ScheduledSequence], manager: CacheManager) -> np.ndarray:
-    """(num_seqs, max_blocks) int32, padded with zeros.  ``seq.block_row`` caches a row."""
+    """(num_groups, num_seqs, max_blocks) int32, padded with zeros.  ``seq.block_rows`` caches the
+    rows of a sequence, (num_groups, num_blocks)."""
     tables = []
     for seq in sequences:
-        version, row = seq.block_row
-        if row is None or version != seq.table_version:
-            row = np.array(manager.block_table(seq), dtype=np.int32)
-            seq.block_row = seq.table_version, row
-        tables.append(row)
-    padded = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
-    for row, table in zip(padded, tables, strict=True):
-        row[: len(table)] = table
+        version, rows = seq.block_rows
+        if rows is None or version != seq.table_version:
+            rows = np.array(manager.block_tables(seq), dtype=np.int32)
+            seq.block_rows = seq.table_version, rows
+        tables.append(rows)
+    longest = max(rows.shape[1] for rows in tables)
+    padded = np.zeros((len(tables[0]), len(tables), longest), dtype=np.int32)
+    for i, rows in enumerate(tables):
+        padded[:, i, : rows.shape[1]] = rows
     return padded
 
 

@@ -45,9 +45,9 @@ def keys_of(seq: ScheduledSequence) -> dict:
 
 def assert_hashes_are_of_known_tokens(seq: ScheduledSequence) -> None:
     known = seq.token_ids[: seq.num_tokens - seq.num_unknown_tokens]
-    for name, chain in seq.hash_chains.items():
+    for (*name, group), chain in seq.hash_chains.items():
         whole = Sequence(0, known, mm_inputs=seq.mm_inputs, **keys_of(seq))
-        expected = BlockHasher(*name).block_hashes(whole)
+        expected = BlockHasher(*name).block_hashes(whole, group)
         assert chain == expected[: len(chain)]
 
 
@@ -87,19 +87,24 @@ class SymbolicRunner:
             assert_hashes_are_of_known_tokens(seq)
         for seq, count in zip(step.sequences, step.counts, strict=True):
             tokens = known_tokens(seq, step)
-            table, digests = manager.block_table(seq), self.digests(tokens, **keys_of(seq))
+            digests = self.digests(tokens, **keys_of(seq))
             assert 0 < count <= seq.num_computed_tokens <= len(digests)
-            for position in range(seq.num_computed_tokens - count, seq.num_computed_tokens):
-                block, offset = divmod(position, self.block_size)
-                self.blocks[table[block]][offset] = digests[position]
-        logits, window = [], getattr(manager, "sliding_window", None)
+            for table in manager.block_tables(seq):
+                for position in range(seq.num_computed_tokens - count, seq.num_computed_tokens):
+                    block, offset = divmod(position, self.block_size)
+                    self.blocks[table[block]][offset] = digests[position]
+        logits = []
+        windows = [getattr(manager, "sliding_window", None)]
+        if len(manager.groups) > 1:
+            windows = [group.window for group in manager.groups]
         for seq, count in zip(step.sequences, step.counts, strict=True):
             tokens = known_tokens(seq, step)[: seq.num_computed_tokens]
             digests = self.digests(tokens, **keys_of(seq))
-            slots = [slot for block in manager.block_table(seq) for slot in self.blocks[block]]
-            first = 0 if window is None else max(0, len(digests) - count - window + 1)
-            read = slots[first : len(digests)]
-            assert read == digests[first:], f"{seq!r} reads K/V that are not its own"
+            for window, table in zip(windows, manager.block_tables(seq), strict=True):
+                slots = [slot for block in table for slot in self.blocks[block]]
+                first = 0 if window is None else max(0, len(digests) - count - window + 1)
+                read = slots[first : len(digests)]
+                assert read == digests[first:], f"{seq!r} reads K/V that are not its own"
             if len(digests) == seq.num_tokens:
                 logits.append(self.logits(digests[-1]))
         return logits

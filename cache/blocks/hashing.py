@@ -68,7 +68,7 @@ class BlockHasher:
         self._digest = HASH_ALGORITHMS[algorithm]
         self.digest_size = len(self._digest(b""))
         self._root = bytes(self.digest_size)
-        self._name = (algorithm, block_size)
+        self._name = (algorithm, block_size, 0)
         self._tokens_of_block = f"{4 * block_size}s"
 
     def block_hashes(self, seq: Sequence, group: int = 0) -> list[bytes]:
@@ -90,7 +90,7 @@ class BlockHasher:
             chain.append(digest)
         if not group:
             return chain
-        keys_of_group = seq.hash_chains.setdefault((*self._name, group), [])
+        keys_of_group = seq.hash_chains.setdefault((self.algorithm, size, group), [])
         suffix = group.to_bytes(1, "big")
         keys_of_group += [digest + suffix for digest in chain[len(keys_of_group) :]]
         return keys_of_group

@@ -45,8 +45,8 @@ class Sequence:
         hints: ``calls_tool`` and ``ends_session`` of the policies' ``RequestInfo``, if they are
             known.  The policy gets them when the sequence has finished.
         keyed_length: position in tokens; no block that begins there or later has extra keys.
-        hash_chains: (algorithm, block size) -> digests of the full blocks.  BlockHasher adds them,
-            and keys of groups of layers under (algorithm, block size, group).
+        hash_chains: (algorithm, block size, group of layers) -> keys of the full blocks.
+            BlockHasher adds them.
 
     Only the manager writes ``num_cached_tokens``, ``num_computed_tokens`` and ``table_version``.
     Raises ValueError, with the argument's name, for bad values.
@@ -77,7 +77,7 @@ class Sequence:
         self.keyed_length = 0 if lora_name is None and self.cache_salt is None else 1
         if self.mm_inputs:
             self.keyed_length = self.mm_inputs[-1].offset + self.mm_inputs[-1].length
-        self.hash_chains: dict[tuple[str | int, ...], list[bytes]] = {}
+        self.hash_chains: dict[tuple[str, int, int], list[bytes]] = {}
 
     @property
     def num_tokens(self) -> int:

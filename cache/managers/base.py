@@ -568,6 +568,15 @@ class CacheManager(abc.ABC):
         free = self.num_blocks * self.block_size - taken
         return MemoryUsage(used=used, reserved=0, internal=taken - used, external=0, free=free)
 
+    def num_used_blocks(self) -> list[int]:
+        """Number of device blocks in use by each of ``groups``.  O(blocks in tables)."""
+        tables = [table for table in self._tables.values() if not table.is_swapped_out]
+        by_table = [self._blocks_by_group(table) for table in tables]
+        return [
+            len({block for blocks in by_table for block in blocks[group]} - {FREED})
+            for group in range(len(self.groups))
+        ]
+
     def check_invariants(self) -> None:
         """Raise AssertionError, with the reason, unless all state is consistent.
 

@@ -46,7 +46,7 @@ class ScheduledSequence(Sequence):
         index: which of its outputs.
         order: (priority, request, sequence); the lowest goes first wherever sequences compete.
         pending_row: row of its unknown token among the tokens of the last step, or None.
-        block_row: for the runner: a ``table_version`` and the block table of that version.
+        block_rows: for the runner: a ``table_version`` and the block tables of that version.
         num_pending_forks: sequences that fork from this one when its prompt is computed.
         host_blocks: host blocks that hold K/V of its first ``num_host_tokens`` tokens.
         num_dropped_tokens: tokens whose K/V the last preemption dropped; 0 once computed again.
@@ -67,7 +67,7 @@ class ScheduledSequence(Sequence):
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.pending_row: int | None = None
-        self.block_row: tuple[int, np.ndarray | None] = (-1, None)
+        self.block_rows: tuple[int, np.ndarray | None] = (-1, None)
         self.num_pending_forks = 0
         self.host_blocks: list[int] = []
         self.num_host_tokens = 0

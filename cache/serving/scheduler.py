@@ -85,7 +85,7 @@ class Scheduler:
         policy: "fcfs", or "priority" for requests with priorities.
 
     Raises ValueError, naming the argument, for sizes out of range, and for host blocks with a
-    manager that has a sliding window.
+    manager that has a sliding window or several groups of layers.
     """
 
     def __init__(
@@ -109,10 +109,14 @@ class Scheduler:
         self.prefill_first = true_or_false("prefill_first", prefill_first)
         self.running: list[ScheduledSequence] = []
         self.waiting = LazyHeap[ScheduledSequence]()  # by their order
-        if num_host_blocks and getattr(manager, "sliding_window", None):
+        if self.chunked_prefill:
+            manager.max_in_flight_tokens = self.max_num_batched_tokens
+        is_whole = [group.kind for group in manager.groups] == ["full"]
+        if num_host_blocks and (not is_whole or getattr(manager, "sliding_window", None)):
             raise ValueError(
-                f"num_host_blocks={num_host_blocks}: with a sliding_window the manager gives back "
-                "blocks, and a sequence cannot be swapped out as a whole; needs 0"
+                f"num_host_blocks={num_host_blocks}: with a sliding_window or several groups of "
+                "layers the manager gives back blocks, and a sequence cannot be swapped out as a "
+                "whole; needs 0"
             )
         self.free_host_blocks = list(range(at_least(0, "num_host_blocks", num_host_blocks)))
 
@@ -204,10 +208,16 @@ class Scheduler:
             count, end = len(seq.token_ids) - seq.num_computed_tokens, None
             if count < minimum:
                 continue
-            if count > budget:
+            if count > 1:
                 if not budget:
                     break
-                count, end = budget, seq.num_computed_tokens + budget
+                start = seq.num_computed_tokens
+                end = self.manager.chunk_end(seq, start, start + min(count, budget))
+                count = end - start
+                if not count:
+                    break
+            elif not budget:
+                break
             while True:
                 try:
                     copies += append(seq, end)
@@ -279,6 +289,9 @@ class Scheduler:
         num_tokens = len(seq.token_ids)
         end = min(num_tokens, start + budget)
         if end < num_tokens and not self.chunked_prefill:
+            return None
+        end = self.manager.chunk_end(seq, start, end, hit)
+        if end == start and end < num_tokens:
             return None
         try:
             step.copies += self.manager.admit(seq, hit, end)

@@ -93,8 +93,8 @@ CHECKPOINTS = {
     }),
     "gemma": ("GemmaConfig", {"head_dim": 16, "num_key_value_heads": 1}),
     "gemma3": ("Gemma3TextConfig", {
-        "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 11,
-        "layer_types": ["sliding_attention", "full_attention"],
+        "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 11, "num_hidden_layers": 4,
+        "layer_types": [*["sliding_attention"] * 3, "full_attention"],
         "rope_parameters": {
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
             "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},

@@ -20,7 +20,7 @@ from symbolic_engine import (
     serve,
 )
 
-from cache import MANAGERS, POLICIES, InterruptedChange, UnsupportedByDesign
+from cache import MANAGERS, POLICIES, Group, InterruptedChange, UnsupportedByDesign
 from cache.serving.request import FinishReason, Request, ScheduledSequence
 from cache.serving.sampling_params import SamplingParams
 from cache.serving.scheduler import Step
@@ -410,6 +410,8 @@ def test_tokens_are_read_at_once_for_parameters_that_need_them(options):
 
 DESIGNS = {name: (name, {}) for name in sorted(MANAGERS)}
 DESIGNS["window"] = "vllm_v1", {"sliding_window": 6, "queue_uncached": True}
+_GROUPS = [Group("window", 3), Group(), Group("window", 6), Group("window", 3)]
+DESIGNS["groups"] = "vllm_v1", {"groups": _GROUPS, "retention": 0}
 
 
 @pytest.mark.parametrize("design", DESIGNS)
@@ -442,7 +444,8 @@ class RandomServing:
         pick = self.random.choice
         name, options = DESIGNS[design]
         block_size = pick([1, 2, 2, 4, 5])
-        self.arguments = name, -(-40 // block_size), block_size
+        num_blocks = -(-40 // block_size) * len(options.get("groups", "1"))
+        self.arguments = name, num_blocks, block_size
         self.options = {
             "eos": frozenset({0}),
             "overlap": overlap,
