@@ -62,7 +62,7 @@ def test_only_the_full_layers_keep_the_whole_context(make_llm):
     assert [line.split()[:4] for line in report[1:5]] == [
         ["0", "1", "all", "23"], *[[str(group), "1", "11", "4"] for group in (1, 2, 3)]
     ]  # fmt: skip
-    assert report[5].startswith("retention: None; the cache has 100 blocks of 4 tokens, 0.0 MiB")
+    assert report[5].startswith("retention: None; the cache has 100 blocks of 4 tokens, 0.1 MiB")
 
 
 def test_the_longest_sequence_counts_the_blocks_of_each_group(make_llm):
