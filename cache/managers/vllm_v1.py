@@ -209,6 +209,7 @@ class VLLMv1(PooledManager):
             length = num_blocks
             if self.groups[part.group].kind == "state":
                 length = -(-end // self.block_size)
+                self.interruption = MIDDLE
                 part.blocks += [FREED] * (length - 1 - len(part.blocks))
             table.seq.table_version += length > max(len(part.blocks), -(-end // self.block_size))
             copies += self._grow(part, start, end, length)
@@ -286,10 +287,8 @@ class VLLMv1(PooledManager):
         for part, twin in zip((table, *table.others), (copy, *copy.others), strict=True):
             self._fill(part, 0, stored)
             twin.blocks = part.blocks[: -(-stored // self.block_size)]
-            twin.num_cached_blocks, twin.num_given_back = (
-                part.num_cached_blocks, part.num_given_back
-            )  # fmt: skip
-            twin.junction = part.junction
+            twin.num_cached_blocks = part.num_cached_blocks
+            twin.num_given_back, twin.junction = part.num_given_back, part.junction
             self.pool.share(held(twin.blocks))
         table.no_alloc_until = 0  # the next append may have to copy the last block
 

@@ -94,6 +94,7 @@ def simulate_serving(
     outputs = np.maximum(trace.output_lengths, 1)
     # K and V of the last token are never stored.
     sizes = (np.maximum(trace.input_lengths, 1) + outputs - 1).tolist()
+    manager.max_in_flight_tokens = service.max_num_batched_tokens  # as the engine's scheduler does
     longest = longest_that_fits(manager, max(sizes, default=0))
     served = [index for index, size in enumerate(sizes) if size <= longest]
     engine = engine_without_model(
