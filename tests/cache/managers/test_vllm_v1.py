@@ -9,7 +9,8 @@ import manager_helpers
 import pytest
 from manager_helpers import cached, grow, lines_run, started
 
-from cache import Sequence, make_workload, simulate
+from cache import Group, Sequence, layer_groups, make_manager, make_workload, simulate
+from cache.managers.base import NOTHING
 from cache.managers.pooled import PooledManager
 from cache.policies.lru import LRU
 
@@ -211,3 +212,71 @@ def test_a_block_whose_last_token_is_unknown_is_found_from_the_next_call_on(name
         assert cached(manager, range(token + 1)) == token // 4 * 4
     manager.free(seq)
     assert cached(manager, range(9)) == 8
+
+
+def test_groups_of_layers_share_the_pool():
+    """A window of 9 tokens needs two blocks of 4 tokens, a state one."""
+    groups = [Group(), Group("window", 9), Group("state")]
+    manager = make_manager("vllm_v1", num_blocks=40, block_size=4, groups=groups, retention=0)
+    first = Sequence("first", range(30))
+    assert manager.chunk_end(first, 0, 30) == 28, "the state at the end of the last full block"
+    manager.admit(first, NOTHING, 16)
+    assert manager.block_tables(first) == [[0, 1, 2, 3], [4, 5, 6, 7], [-1, -1, -1, 8]]
+    manager.append(first, 28)  # gives back 4 and 5, which are not at the end of the prompt
+    full, window, state = manager.block_tables(first)
+    assert (window[:2], state[:3]) == ([-1, -1], [-1] * 3)
+    assert (full[4:], window[4:], state[6]) == ([5, 4, 9], [10, 11, 12], 13)
+    manager.append(first)
+    assert [held.count(-1) for held in manager.block_tables(first)] == [0, 5, 6]
+    manager.free(first)
+    second = Sequence("second", [*range(20), 98, 99])
+    hit = manager.find(second)
+    assert (hit.num_tokens, hit.match[1]) == (0, 5), "only the full group has blocks 0 to 4"
+    assert manager.chunk_end(second, 0, 22, hit) == 20
+    manager.admit(second, hit, 20)
+    manager.append(second)
+    hit = manager.find(Sequence("third", [*range(20), 97]))
+    assert (hit.num_tokens, len(hit.blocks), hit.match[1]) == (20, 5, 0)
+    for token in range(4):
+        second.append_token(token)
+    with pytest.raises(ValueError, match=r"end=26: with a state group .* 22 needs an end .* 24"):
+        manager.append(second)
+    manager.check_invariants()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"groups": [Group("window", 3)]}, "groups=.*: needs a group of kind 'full'"),
+        ({"groups": [1]}, r"groups=\[1\]: needs a list of Group"),
+        ({"groups": [Group()], "sliding_window": 3}, "sliding_window=3: give it or groups"),
+        ({"groups": [Group(), Group("state")], "retention": 6}, "retention=6: .* block_size=4"),
+        ({"groups": [Group(), Group("state")], "retention": -4}, "retention=-4"),
+        ({"retention": 4}, "retention=4: no group has the kind 'window' or 'state'"),
+    ],
+)
+def test_groups_and_retention_that_do_not_fit(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_manager("vllm_v1", num_blocks=9, block_size=4, **options)
+
+
+@pytest.mark.parametrize("fields", [("windows",), ("window", 0), ("window",), ("full", 3)])
+def test_a_group_names_what_is_wrong(fields):
+    with pytest.raises(ValueError, match=r"kind='windows': needs one of|window=(0|3|None): "):
+        Group(*fields)
+
+
+@pytest.mark.parametrize(
+    ("windows", "sizes"),
+    [
+        ([None if i % 6 == 5 else 1024 for i in range(62)], [10, 9, 9, 9, 9, 8, 8]),
+        ([128, None] * 12 + [None], [13, 12]),  # fewer than 1.5 times as many
+        (["state", "state", "state", None] * 12, [12] * 4),
+    ],
+)
+def test_layers_are_divided_as_in_vllm(windows, sizes):
+    groups = layer_groups(windows)
+    assert [group.num_layers for group in groups] == sizes
+    assert groups[0].kind == "full"
+    assert sorted(i for group in groups for i in group.layers) == [*range(len(windows))]
+    assert all({windows[i] for i in group.layers} == {windows[group.layers[0]]} for group in groups)
