@@ -1,8 +1,9 @@
 """GGUF checkpoints: configuration, weights, tokenizer and chat template in one file.
 
 GGUF is llama.cpp's format.  Weights are dequantised when they are loaded, so a GGUF saves disk
-space, not memory.  The architectures llama, qwen2 and qwen3 are supported with byte-level BPE
-tokenizers and every quantisation that the ``gguf`` package can dequantise.
+space, not memory.  The architectures llama, qwen2, qwen3 and gemma3 are supported with byte-level
+BPE tokenizers, SentencePiece tokenizers without a space prefix (Gemma's), and every quantisation
+that the ``gguf`` package can dequantise.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from models.layers import CheckpointTensor
 
 _ARCHITECTURES = {
-    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"
+    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
 }  # fmt: skip
 _CONFIG = {
     "hidden_size": "embedding_length",
@@ -39,7 +41,12 @@ _CONFIG = {
     "rope_theta": "rope.freq_base",
 }
 """For fields of config.json: the GGUF key, without the prefix "<architecture>."."""
-_OF_RESULTS = ("rope.", "attention.", "tokenizer.")
+_CONFIG_OF_GEMMA3 = {
+    "sliding_window": "attention.sliding_window",
+    "sliding_window_pattern": "attention.sliding_window_pattern",
+    "rope_local_base_freq": "rope.freq_base_swa",
+}
+_OF_RESULTS = ("rope.", "attention.", "tokenizer.", "final_logit_softcapping")
 _READ = re.compile(
     r"attention\.(head_count(_kv)?|(key|value)_length|layer_norm(_rms)?_epsilon)"
     r"|rope\.(freq_base|dimension_count|scale_linear)|rope\.scaling\.(type|factor|attn_factor"
@@ -57,6 +64,9 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     "a finite number": lambda value: type(value) in (int, float) and math.isfinite(value),
     "a list of texts": lambda value: type(value) is list and {*map(type, value)} <= {str},
     "a list of integers": lambda value: type(value) is list and {*map(type, value)} <= {int},
+    "a list of numbers": lambda value: (
+        type(value) is list and {*map(type, value)} <= {float} and all(map(math.isfinite, value))
+    ),
 }
 """Checks of a value, by the description that the error message gives."""
 _ENDS = frozenset([
@@ -121,9 +131,17 @@ class GGUF:
                 f"{path}: reading GGUF needs the package gguf: pip install -r "
                 "requirements-model.txt"
             ) from None
+
+        class Reader(gguf.GGUFReader):
+            # It slices ``data`` for each token.  Slices of a memmap take two thirds of its time.
+            data = property(
+                lambda self: vars(self)["data"],
+                lambda self, file: vars(self).update(data=np.asarray(file)),
+            )
+
         self._path, self._gguf = path, gguf
         try:
-            reader = gguf.GGUFReader(path)
+            reader = Reader(path)
             self._fields = {name: field.contents() for name, field in reader.fields.items()}
         except (ValueError, KeyError, IndexError, TypeError, OverflowError, MemoryError) as error:
             raise ValueError(f"{path}: damaged, or not a GGUF file: {error}") from None
@@ -138,10 +156,11 @@ class GGUF:
             self._refuse("general.architecture", self._arch, _ARCHITECTURES)
         if self._fields.get(f"{self._arch}.expert_count"):
             raise ValueError(f"{path}: mixtures of experts are not supported")
+        self._config = _CONFIG | (_CONFIG_OF_GEMMA3 if self._arch == "gemma3" else {})
         for key, value in self._fields.items():
             name = key.removeprefix(f"{self._arch}.")
-            read = not name.startswith(_OF_RESULTS) or _READ.fullmatch(name)
-            if not read and value != _NEUTRAL.get(name, 0):
+            read = name in self._config.values() or _READ.fullmatch(name)
+            if name.startswith(_OF_RESULTS) and not read and value != _NEUTRAL.get(name, 0):
                 raise ValueError(f"{path}: {key}={reprlib.repr(value)} is not supported")
         if "rope_freqs.weight" in self._tensors:
             raise ValueError(f"{path}: RoPE scaling by a tensor (rope_freqs) is not supported")
@@ -154,17 +173,21 @@ class GGUF:
 
     def config(self) -> dict[str, Any]:
         """The fields of a config.json."""
-        needed = ("hidden_size", "num_attention_heads")
+        needed = ("hidden_size", "num_hidden_layers", "num_attention_heads", "sliding_window")
         get: dict[str, Any] = {
             name: self._number(key)
-            for name, key in _CONFIG.items()
+            for name, key in self._config.items()
             if name in needed or f"{self._arch}.{key}" in self._fields
         }
-        head_dim = get["hidden_size"] // max(1, get["num_attention_heads"])
-        head_dim = get.setdefault("head_dim", head_dim)
+        share = get["hidden_size"] // max(1, get["num_attention_heads"])
+        head_dim = get.setdefault("head_dim", share)
         for key in ("rope.dimension_count", "attention.value_length"):
             if (value := self._number(key, head_dim)) != head_dim:
                 self._refuse(f"{self._arch}.{key}", value, [str(head_dim)])
+        get.setdefault("rope_theta", 10000.0)
+        if self._arch == "gemma3":  # llama.cpp knows the 27B model by its number of layers
+            is_27b = get["num_hidden_layers"] == 62
+            get["query_pre_attn_scalar"] = share if is_27b else head_dim
         get["architectures"] = [_ARCHITECTURES[self._arch]]
         tokens = self._tokens()
         get["vocab_size"] = len(tokens)
@@ -183,8 +206,10 @@ class GGUF:
         factor is the file's factor times 1 + 0.1 * log(factor)."""
         number, key = self._number, f"{self._arch}.rope.scaling."
         kind = self._get(key + "type", "a text", "linear")
-        if kind not in ("none", "linear", "yarn"):
-            self._refuse(key + "type", kind, ["none", "linear", "yarn"])
+        # Gemma 3 scales its global layers only, but llama.cpp's YaRN applies to all layers.
+        kinds = ["none", "linear", "yarn"][: 2 if self._arch == "gemma3" else 3]
+        if kind not in kinds:
+            self._refuse(key + "type", kind, kinds)
         factor = number("rope.scaling.factor", number("rope.scale_linear", 1.0)) or 1.0
         attention = number("rope.scaling.attn_factor", 1.0)
         if kind != "yarn" and attention != 1:
@@ -232,29 +257,22 @@ class GGUF:
                 if self._arch == "llama" and part in name:
                     heads = self._number("attention.head_count")
                     values = _halves(values, self._number(f"attention.{key}", heads))
+            if self._arch == "gemma3" and name.endswith("norm.weight"):
+                values = values - 1
             yield names[name], torch.from_numpy(np.require(values, requirements="W"))[wanted.index]
 
     def tokenizer(self) -> Tokenizer:
-        """The byte-level BPE tokenizer, with the pre-tokenizer that the file names."""
+        """The tokenizer: byte-level BPE with the file's pre-tokenizer, or SentencePiece's BPE."""
         kind = self._get("tokenizer.ggml.model", "a text")
-        if kind != "gpt2":
-            self._refuse("tokenizer.ggml.model", kind, ["gpt2"])
-        cut = self._get("tokenizer.ggml.pre", "a text")
-        if cut not in _PRE_TOKENIZERS:
-            self._refuse("tokenizer.ggml.pre", cut, _PRE_TOKENIZERS)
+        if kind not in ("gpt2", "llama"):
+            self._refuse("tokenizer.ggml.model", kind, ["gpt2", "llama"])
         tokens, key = self._tokens(), "tokenizer.ggml.token_type"
         kinds = self._get(key, "a list of integers", [_NORMAL] * len(tokens))
         vocabulary = {token: index for index, token in enumerate(tokens)}
         if not len(vocabulary) == len(tokens) <= len(kinds):
             raise ValueError(f"{self._path}: tokenizer.ggml.tokens: one is twice, or has no type")
-        merges = self._get("tokenizer.ggml.merges", "a list of texts")
-        pairs = [tuple(merge.split(" ")) for merge in merges]
-        bpe = models.BPE(vocabulary, pairs, ignore_merges=cut == "llama-bpe")
-        tokenizer = Tokenizer(bpe)
-        if cut == "qwen2":
-            tokenizer.normalizer = normalizers.NFC()
-        tokenizer.pre_tokenizer = pre.Sequence(_PRE_TOKENIZERS[cut])
-        tokenizer.decoder = decoders.ByteLevel()
+        is_bpe = kind == "gpt2"
+        tokenizer = self._byte_level(vocabulary) if is_bpe else self._sentencepiece(vocabulary)
         kinds = [_CONTROL if t in _ENDS else k for t, k in zip(tokens, kinds, strict=False)]
         tokenizer.add_tokens(
             [
@@ -263,13 +281,55 @@ class GGUF:
                 if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
             ]
         )
+        adds_bos = not is_bpe or self._fields["tokenizer.ggml.pre"] == "llama-bpe"
         template, special = ["$A"], []
-        for name, position, default in (("bos", 0, cut == "llama-bpe"), ("eos", 2, False)):
+        for name, position, default in (("bos", 0, adds_bos), ("eos", 2, False)):
             if self._get(f"tokenizer.ggml.add_{name}_token", "true or false", default):
                 index = self._token_id(name)
                 template.insert(position, tokens[index])
                 special.append((tokens[index], index))
         tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=special)
+        return tokenizer
+
+    def _byte_level(self, vocabulary: dict[str, int]) -> Tokenizer:
+        cut = self._get("tokenizer.ggml.pre", "a text")
+        if cut not in _PRE_TOKENIZERS:
+            self._refuse("tokenizer.ggml.pre", cut, _PRE_TOKENIZERS)
+        merges = self._get("tokenizer.ggml.merges", "a list of texts")
+        pairs = [tuple(merge.split(" ")) for merge in merges]
+        tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=cut == "llama-bpe"))
+        if cut == "qwen2":
+            tokenizer.normalizer = normalizers.NFC()
+        tokenizer.pre_tokenizer = pre.Sequence(_PRE_TOKENIZERS[cut])
+        tokenizer.decoder = decoders.ByteLevel()
+        return tokenizer
+
+    def _sentencepiece(self, vocabulary: dict[str, int]) -> Tokenizer:
+        """BPE that first merges the two tokens whose union has the highest score.
+
+        For several pairs of one union, llama.cpp merges the leftmost pair of a text first.  BPE
+        needs an order of the pairs: by their ids, as in transformers."""
+        key = "tokenizer.ggml.add_space_prefix"
+        if self._get(key, "true or false", True):
+            self._refuse(key, True, ["False"])
+        scores = self._get("tokenizer.ggml.scores", "a list of numbers")
+        bytes_ = {f"<0x{byte:02X}>" for byte in range(256)}
+        if len(scores) < len(vocabulary) or not bytes_ <= vocabulary.keys():
+            raise ValueError(
+                f"{self._path}: tokenizer.ggml.tokens: one has no score, or a byte's is missing"
+            )
+        ranked = sorted(
+            (-scores[index], vocabulary[token[:cut]], vocabulary[token[cut:]])
+            for token, index in vocabulary.items()
+            for cut in range(1, len(token))
+            if token[:cut] in vocabulary and token[cut:] in vocabulary
+        )
+        tokens = list(vocabulary)
+        merges = [(tokens[left], tokens[right]) for _, left, right in ranked]
+        tokenizer = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True))
+        tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+        spaces, join_bytes = decoders.Replace("\u2581", " "), decoders.ByteFallback()
+        tokenizer.decoder = decoders.Sequence([spaces, join_bytes, decoders.Fuse()])
         return tokenizer
 
     def chat_templates(self) -> tuple[dict[str, str], dict[str, str]]:

@@ -11,7 +11,7 @@ from models.config import ModelConfig
 from models.gguf import GGUF, open_gguf
 from models.prompts import load_chat_template, load_tokenizer
 from models.weights import checkpoint_tensors
-from tests.models.tiny import TINY, oracle_tokens, tokens_of
+from tests.models.tiny import CHECKPOINTS, TINY, oracle_tokens, tokens_of
 
 gguf = pytest.importorskip("gguf", reason="`make model` installs it")
 
@@ -36,6 +36,12 @@ CONFIGS = {
               {f"llama.rope.scaling.{key}": value for key, value in SCALING.items()}),
     "qwen3": ("Qwen3Config", {"head_dim": 32, "tie_word_embeddings": True},
               {"llama.attention.key_length": 32}),
+    "gemma3": ("Gemma3TextConfig",
+               CHECKPOINTS["gemma3"][1] | {"head_dim": 32, "query_pre_attn_scalar": 32},
+               {"llama.attention.key_length": 32, "llama.attention.value_length": 32,
+                "llama.attention.sliding_window": 11, "llama.attention.sliding_window_pattern": 2,
+                "llama.rope.freq_base_swa": 100.0, "llama.rope.freq_base": 1e4,
+                "llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}),
 }  # fmt: skip
 """Classes and options of transformers, and the same options in GGUF."""
 
@@ -82,7 +88,7 @@ def make_gguf(transformers, tmp_path):
         gguf_name = gguf.get_tensor_name_map(arch, 2).get_name
         for name, tensor in model.state_dict().items():
             if tensor.dim() == 1:
-                tensor.add_(torch.randn_like(tensor) * 0.2)
+                tensor.add_(1 + torch.randn_like(tensor) * 0.2).sub_(1)  # exact with gemma3's +1
             if name == "lm_head.weight" and config.tie_word_embeddings:
                 continue
             kind = gguf.GGMLQuantizationType.F32
@@ -94,6 +100,8 @@ def make_gguf(transformers, tmp_path):
             if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
                 pairs = values.reshape(-1, 2, 8, *values.shape[1:])  # heads of 16, in halves
                 values = pairs.swapaxes(1, 2).reshape(values.shape)
+            if architecture == "gemma3" and name.endswith("norm.weight"):
+                values = values + 1
             if kind != gguf.GGMLQuantizationType.F32:
                 values = gguf.quantize(values, kind)
             tensors.append((gguf_name(name, try_suffixes=(".weight", ".bias")), values, kind))
@@ -139,6 +147,63 @@ def test_defaults_are_those_of_llama_cpp(tmp_path):
         config = ModelConfig.from_folder(path)
         assert (config.head_dim, config.num_kv_heads, config.eos_token_ids) == (32, 2, {1, 5, 6})
         assert open_gguf(path).tokenizer().encode("ab<|im_end|>").ids == ids
+
+
+def test_gemma3_is_that_of_llama_cpp(tmp_path):
+    """A window in 5 of 6 layers; with 62 layers the attention scale of the 27B model."""
+    heads = {"key_length": 16, "value_length": 16, "sliding_window": 8}
+    keys = KEYS | {f"llama.attention.{key}": value for key, value in heads.items()}
+    keys = {key.replace("llama.", "gemma3."): value for key, value in keys.items()}
+
+    def read(**fields):
+        path = tmp_path / f"{fields}.gguf"
+        write(path, "gemma3", keys | {f"gemma3.{key}": value for key, value in fields.items()})
+        return ModelConfig.from_folder(path)
+
+    assert read(block_count=7).windows == (8, 8, 8, 8, 8, None, 8)
+    assert read().attention_scale == 16**-0.5
+    assert read(block_count=62).attention_scale == 32**-0.5
+    for name, value in (
+        ("attention.sliding_window", None), ("attention.sliding_window_pattern", [True, False]),
+        ("rope.scaling.type", "yarn"), ("final_logit_softcapping", 30.0),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=rf"\.gguf: .*gemma3\.{name}"):
+            read(**{name: value})
+
+
+def test_sentencepiece_merges_by_score(tmp_path):
+    pieces = {"\u2581": -9.0, "a": -9.0, "b": -9.0, "c": -9.0, "ab": -2.0, "bc": -1.0}
+    pieces |= {"\u2581ab": -3.0, "aa": -4.0, "  ": 0.0, "<end_of_turn>": 0.0}
+    pieces = dict.fromkeys(["<bos>", *(f"<0x{byte:02X}>" for byte in range(256))], 0.0) | pieces
+    keys = {"model": "llama", "add_space_prefix": False, "eot_token_id": None}
+    keys |= {"tokens": list(pieces), "scores": list(pieces.values())}
+    keys["token_type"] = [3] + [6] * 256 + [1] * 8 + [4, 1]
+    path = tmp_path / "pieces.gguf"
+
+    def read(**fields):
+        named = {f"tokenizer.ggml.{key}": value for key, value in (keys | fields).items()}
+        write(path, "llama", KEYS | named)
+        return open_gguf(path).tokenizer()
+
+    tokenizer = read()
+    for text, tokens in (
+        ("abc", "a bc"), (" ab  ab", "\u2581ab|  |ab"), ("aaaab", "aa a ab"),
+        ("\u2581\u2581a", "\u2581 \u2581 a"), ("a<end_of_turn> b", "a <end_of_turn> \u2581 b"),
+        ("é<0x41>", "<0xC3> <0xA9> <0x3C> <0x30> <0x78> <0x34> <0x31> <0x3E>"),
+    ):  # fmt: skip
+        encoded = tokenizer.encode(text)
+        assert encoded.tokens == ["<bos>", *tokens.split("|" if "|" in tokens else " ")]
+        decoded = tokenizer.decode(encoded.ids[1:], skip_special_tokens=False)
+        assert decoded == text.replace("\u2581", " ")
+    for fields, message in (
+        ({"add_space_prefix": None}, "add_space_prefix=True is not supported; choose from False"),
+        ({"scores": None}, "field 'tokenizer.ggml.scores' is missing"),
+        ({"scores": [math.nan]}, r"scores=\[nan\]: needs a list of numbers"),
+        ({"scores": [0.5]}, "tokens: one has no score, or a byte's is missing"),
+        ({"tokens": ["<bos>", "a"]}, "tokens: one has no score, or a byte's is missing"),
+    ):
+        with pytest.raises(ValueError, match=rf"pieces\.gguf: .*{message}"):
+            read(**fields)
 
 
 def test_values_of_other_types_are_refused_by_key(tmp_path):
