@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
+from cache.blocks.groups import Group, check_groups
 from cache.checks import at_least, shown
 from cache.policies import EvictionPolicy, as_policy
 from cache.policies.base import RequestInfo, wrong_victim
@@ -30,8 +31,6 @@ from cache.traces.trace import Trace, load_trace
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from cache.blocks.groups import Group
 
 
 @dataclass(frozen=True)
@@ -86,13 +85,11 @@ def simulate(
     ``PriorityPolicy`` or ``ClassPolicy`` if numba can compile it.  It computes in float64.  Other
     policies run in Python, as do policies with priorities beyond 2**53, which float64 would round.
 
-    ``groups`` are the groups of layers of a model with windows or states.  The replay is then that
-    of ``cache.replay.grouped``: the pool has ``capacity_blocks`` *pages*, a page is a block of one
-    group, and ``evictions`` counts pages.  ``retention`` (tokens) selects the blocks that window
-    and state groups keep, as in ``Group.kept``.  A prompt is computed in chunks of up to
-    ``max_num_batched_tokens`` tokens, rounded down to blocks, at least one.  Without ``retention``
-    and without evictions, hits are those of full attention.  Offline policies need full groups
-    only, because the next use of other pages depends on later hits.
+    With ``groups`` of layers, the replay of ``cache.replay.grouped`` runs: the pool has
+    ``capacity_blocks`` *pages*, blocks of one group each, and ``evictions`` counts pages.
+    ``retention``, in tokens, is that of ``Group.kept``.  A chunk is the whole blocks in
+    ``max_num_batched_tokens``, at least one.  Without retention, evictions and states, hits are
+    those of full attention.  Offline policies need full groups only.
 
     ``counted`` selects the requests in the result.  With ``slice(1000, None)`` the first 1000
     requests only warm up the pool and the policy.
@@ -114,14 +111,13 @@ def simulate(
 
     # A larger pool evicts nothing either, and its size may overflow an int64.
     pool = min(capacity_blocks, max(trace.num_block_references, 1))
-    replay_in_python: Callable = _replay_in_python
-    how: tuple = ()
+    replays: list[Callable] = [_replay_in_python]
     if groups is not None:
-        from cache.replay.grouped import GroupedReplay, compile_replay  # numba
+        from cache.replay.grouped import replays_of  # numba is slow to import
 
-        grouped = GroupedReplay.of(trace, policy, groups, retention, max_num_batched_tokens)
-        pool = min(capacity_blocks, grouped.max_pages(trace))
-        replay_in_python, how = grouped.in_python, (grouped.prepare, compile_replay)
+        groups = check_groups(groups)
+        pool = min(capacity_blocks, 2 * len(groups) * (trace.num_block_references + 1))
+        replays = replays_of(trace, policy, groups, retention, max_num_batched_tokens)
     elif retention is not None:
         raise ValueError(f"retention={shown(retention)}: needs groups")
     replay = None
@@ -129,7 +125,7 @@ def simulate(
         from cache.replay.compiled import operations_of  # numba is slow to import
         from cache.replay.operations import replay_of
 
-        replay = replay_of(policy.name, partial(operations_of, policy), *how)
+        replay = replay_of(policy.name, partial(operations_of, policy), *replays[1:])
     started = time.perf_counter()
     if replay is not None:
         try:
@@ -138,7 +134,7 @@ def simulate(
             replay = None
             started = time.perf_counter()
     if replay is None:
-        hits, evictions = replay_in_python(trace, policy, pool)
+        hits, evictions = replays[0](trace, policy, pool)
     seconds = time.perf_counter() - started
 
     part = trace[counted]
