@@ -4,10 +4,9 @@ vLLM divides the layers of such a model into groups that share one pool (``cache
 ``replay``: traces in pools of equal bytes; 100 % would hold their unique blocks in all layers.
 Layouts: ``full``: one table, each block holds K/V of all layers; ``dense``: groups that cache all
 blocks; ``r0``: window and state groups cache what a hit at the end of a prompt, or at its junction
-with another prompt, needs; ``r8``: also at every 8th block (vLLM's
-``prefix_cache_retention_interval``).  ``bound_hit_rate``: Belady's hit rate if windows and states
-took no memory.  ``memory``: bytes of one sequence, from ``hybrid_models.csv``: layers, K/V values
-per token and layer or values per state, and where we read them.
+with another prompt, needs; ``r8``: also at every 8th block (``prefix_cache_retention_interval``).
+``bound_hit_rate``: Belady's hit rate if windows and states took no memory.
+``memory``: bytes of one sequence, from the models' published layers in ``hybrid_models.csv``.
 
 Assumptions of the replay: requests run one at a time, in chunks of 8,192 tokens.  All layers of a
 model have equal bytes per token (the full layers of Gemma 4 31B have half the bytes of its window
@@ -17,7 +16,7 @@ layers).  A state has the bytes of a block; for Qwen3-Next in bf16 a block of 53
 from __future__ import annotations
 
 import csv
-import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +28,7 @@ import cache
 from experiments import style
 from experiments.eviction import Policy, named_policy, policy_spec
 from experiments.harness import Experiment, Options, Unavailable
-from experiments.harness.grid import Axis, Count, Natural, Percent, Repeated, grid, one_of
+from experiments.harness.grid import Axis, Count, Needs, Percent, Repeated, grid, one_of
 from experiments.load import workloads
 
 with Path(__file__).with_name("hybrid_models.csv").open(newline="") as _file:
@@ -40,13 +39,14 @@ with Path(__file__).with_name("hybrid_models.csv").open(newline="") as _file:
 _REPLAYED = "gemma-3-27b", "gemma-4-31b", "gpt-oss-120b", "qwen3-next-80b"
 _ANY = "any"
 """The model of the layout "full", whose hit rate does not depend on the model."""
-_POLICIES = "lru", "gittins", "arc", "mq", "session_end"
-_COMPARED = "full", "dense", "r0", "r64"
-"""The layouts on which policies are compared."""
+_POLICIES = "lru", "gittins", "safeguarded", "arc", "mq", "session_end"
+_LAYOUTS_OF_POLICIES = "full", "dense", "r0", "r64"
 _CHUNK = 8_192
 _CONTEXTS = 1_600, 4_096, 8_192, 32_768, 131_072
 _PUBLISHED = {("gemma-2-9b", 8_192): 0.25, ("ministral-8b-2410", 131_072): 0.5625}
 """Wasted share of one table's memory in vLLM's RFC 11382."""
+_IS_LAYOUT = re.compile(r"full|dense|r\d+").fullmatch
+Layout = Annotated[str, Needs("full, dense, or r and a number", lambda x: bool(_IS_LAYOUT(x)))]
 _FIFTHS = [f"fifth_{number}" for number in range(1, 6)]
 """Hit rates of five consecutive parts of a trace, equal in requests."""
 _RATES = ["block_hit_rate", *_FIFTHS]
@@ -60,40 +60,33 @@ class Hybrid(workloads.OnTraces):
     model: Axis[Annotated[str, one_of(MODELS)]] = _REPLAYED
     """Models of the replay."""
     policy: Repeated[Axis[Policy]] = ()
-    """A policy by name, or your own as file.py:Class. None: lru, gittins, arc, mq, session_end."""
+    """A policy by name, or your own as file.py:Class. None: LRU and five others."""
     capacity_percent: Axis[Percent] = (0.2, 0.5, 1, 2, 5, 10)
     """Size of the pool, in percent of the bytes of the trace's unique blocks in all layers."""
-    retention_blocks: Axis[Natural | None] = (None, 8, 64, 256, 0)
-    """Retention intervals, in blocks. None: all blocks are cached."""
+    layout: Axis[Layout] = ("full", "dense", "r8", "r64", "r256", "r0")
+    """One table, groups without retention, or a retention interval in blocks."""
     num_requests: Count = 12_031
     """Number of requests, from the start of a trace."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Replay(Hybrid):
-    layout: Axis[str]
-
-
 def cells(options: Hybrid) -> Iterator[Options]:
     values: dict[str, Any] = {"trace": [*options.sources(options.num_requests)]}
-    values |= {"model": [_ANY, *options.model], "retention_blocks": None}
+    values["model"] = [_ANY, *options.model]
     values["policy"] = [*map(named_policy, options.policy or _POLICIES)]
-    layouts = ["dense" if n is None else f"r{n}" for n in options.retention_blocks]
-    for cell in grid(options, Replay, layout=["full", *layouts], **values):
-        is_compared = cell.policy == "lru" or cell.layout in _COMPARED
+    for cell in grid(options, **values):
+        is_compared = cell.policy == "lru" or cell.layout in _LAYOUTS_OF_POLICIES
         if is_compared and (cell.model == _ANY) == (cell.layout == "full"):
             yield cell
     yield Options()  # the part memory
 
 
 def run_cell(cell: Options) -> list[dict[str, Any]]:
-    if isinstance(cell, Replay):
+    if isinstance(cell, Hybrid):
         return [_replay(cell)]
-    pairs = itertools.product(MODELS.values(), _CONTEXTS)
-    return [_memory(model, context) for model, context in pairs if context <= model["longest"]]
+    return [_memory(m, n) for m in MODELS.values() for n in _CONTEXTS if n <= m["longest"]]
 
 
-def _replay(cell: Replay) -> dict[str, Any]:
+def _replay(cell: Hybrid) -> dict[str, Any]:
     trace = workloads.load(cell.trace)
     pages, size = int(trace.num_unique_blocks * cell.capacity_percent / 100), trace.block_size or 0
     how: dict[str, Any] = {"groups": [cache.Group()], "max_num_batched_tokens": _CHUNK}
@@ -106,7 +99,6 @@ def _replay(cell: Replay) -> dict[str, Any]:
         # A page has room for the largest group.  Smaller groups leave a part of it empty.
         pages = pages * len(layers) // max(group.num_layers for group in how["groups"])
         how["retention"] = None if cell.layout == "dense" else int(cell.layout[1:]) * size
-    pages = max(1, pages)
     result = cache.simulate(trace, policy=policy_spec(cell.policy), capacity_blocks=pages, **how)
     bound = cache.simulate(trace, policy="belady", capacity_blocks=pages).block_hit_rate
     assert result.block_hit_rate <= bound <= trace.infinite_cache_hit_rate, "more than can hit"
@@ -117,7 +109,6 @@ def _replay(cell: Replay) -> dict[str, Any]:
         "trace": trace.name,
         "policy": str(cell.policy),
         **cell.columns("model", "layout", "capacity_percent"),
-        "requests": len(trace),
         "capacity_pages": pages,
         "block_hit_rate": result.block_hit_rate,
         **dict(zip(_FIFTHS, hits / np.maximum(np.diff(trace.offsets[cuts]), 1), strict=True)),
@@ -127,25 +118,23 @@ def _replay(cell: Replay) -> dict[str, Any]:
 
 
 def _memory(model: dict[str, Any], context: int) -> dict[str, Any]:
-    """Bytes of a sequence of ``context`` tokens in bf16."""
+    """Bytes in bf16 while the last token, or the last chunk, of ``context`` tokens is computed."""
     size, is_state = model["block_size"], model["other"] == "state"
     group = cache.Group("state") if is_state else cache.Group("window", model["other"] or 1)
     full = 2 * size * model["full_layers"] * model["full_values"]
     other = 2 * (1 if is_state else size) * model["other_layers"] * model["other_values"]
     blocks = -(-context // size)
-    # In use while the last token, or the last chunk, is computed.
-    last, chunk = (
-        full * blocks + other * (blocks - group.num_unseen(max(0, context - num_new), size))
-        for num_new in (1, 1 if is_state else _CHUNK)
-    )
+    one_table = (full + other) * blocks
+    chunk = 1 if is_state else _CHUNK
+    unseen = [group.num_unseen(max(0, context - num_new), size) for num_new in (1, chunk)]
     return {
         "part": "memory",
         "model": model["model"],
         "context_tokens": context,
-        "one_table_bytes": (full + other) * blocks,
-        "groups_bytes": last,
-        "groups_chunk_bytes": chunk,
-        "wasted_fraction": 1 - last / ((full + other) * blocks),
+        "one_table_bytes": one_table,
+        "groups_bytes": one_table - other * unseen[0],
+        "groups_chunk_bytes": one_table - other * unseen[1],
+        "wasted_fraction": other * unseen[0] / one_table,
         "published_wasted_fraction": _PUBLISHED.get((model["model"], context)),
     }
 
@@ -159,19 +148,15 @@ def _draw_hit_rates(rows: style.DataFrame) -> style.Figure | None:
         return None
     figure, axes, spare = style.panel_grid(len(panels), height=1.6, columns=4, sharey="row")
     looks = {(name, "lru"): look for name, look in style.lines_of(rows["layout"].unique()).items()}
-    for name in ("full", "r0"):
-        look = looks.get((name, "lru"), {}) | {"linestyle": "dotted", "markerfacecolor": "white"}
-        looks[name, "gittins"] = look | {"label": f"{name}, gittins"}
+    looks["full", "gittins"] = style.line(style.GREY, ">", "dashed") | {"label": "full, gittins"}
+    bound = {**style.BOUND, "label": "bound"}
     for axis, ((trace, model), of_model) in zip(axes, panels, strict=True):
         shown = rows[(rows["trace"] == trace) & rows["model"].isin([model, _ANY])]
         for which, curve in shown.groupby(["layout", "policy"], sort=False):
             if which in looks:
                 style.curve(axis, curve, "capacity_percent", "block_hit_rate", 100, **looks[which])
-        bound, look = (
-            of_model.drop_duplicates("capacity_percent"),
-            {**style.BOUND, "label": "bound"},
-        )
-        style.curve(axis, bound, "capacity_percent", "bound_hit_rate", 100, **look)
+        once = of_model.drop_duplicates("capacity_percent")
+        style.curve(axis, once, "capacity_percent", "bound_hit_rate", 100, **bound)
         axis.set(title=f"{trace}\n{model}", ylim=(0, None))
         style.log_x(axis, sorted(shown["capacity_percent"].unique()))
     label = "pool size (% of the bytes of the trace's unique blocks in all layers)"
@@ -189,9 +174,8 @@ def _policies(rows: style.DataFrame) -> style.DataFrame:
     worst and the best fifth of any of them."""
     rows = rows[rows["part"] == "replay"]
     points = _points_over(rows, rows[rows["policy"] == "lru"], *_POOL, "layout")
-    worst, best = points[:, 1:].min(axis=1), points[:, 1:].max(axis=1)
-    gains = rows.assign(mean=points[:, 0], worst=worst, best=best)[rows["policy"] != "lru"]
-    by_policy = gains.groupby(["trace", "layout", "policy"], sort=False)
+    gains = rows.assign(mean=points[:, 0], worst=points[:, 1:].min(1), best=points[:, 1:].max(1))
+    by_policy = gains[rows["policy"] != "lru"].groupby(["trace", "layout", "policy"], sort=False)
     return by_policy.agg({"mean": "mean", "worst": "min", "best": "max"}).reset_index()
 
 
@@ -215,11 +199,10 @@ def _draw_memory(rows: style.DataFrame) -> style.Figure | None:
     rows = rows[rows["part"] == "memory"]
     if rows.empty:
         return None
-    names = [*rows["model"].unique()]
+    places, names = rows["model"].factorize()
     figure, axes, _ = style.panel_grid(2, height=2.6, width=3.4)
     for axis in axes:
         style.name_rows(axis, names, shown=axis is axes[0])
-    places = rows["model"].map(names.index)
     kib = rows[["one_table_bytes", "groups_bytes"]].div(1024 * rows["context_tokens"], axis=0)
     axes[0].plot(kib["one_table_bytes"], places, "k|", markersize=9, label="one table")
     published = style.dots(style.BLACK, "d", fill=False) | {"markersize": 9, "label": "RFC 11382"}
@@ -234,7 +217,7 @@ def _draw_memory(rows: style.DataFrame) -> style.Figure | None:
     return style.shared_legend(figure, columns=4)
 
 
-_QUICK = Hybrid(policy=("lru",), capacity_percent=(1, 5), retention_blocks=(None, 0))
+_QUICK = Hybrid(policy=("lru",), capacity_percent=(1, 5), layout=("full", "dense", "r0"))
 EXPERIMENT = Experiment(
     name="hybrid",
     figure="hit rate and memory of models with windows or states, in groups with retention",

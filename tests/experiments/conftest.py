@@ -44,7 +44,7 @@ TINY_RUNS = {
     "fp8_quality": "6 --model tiny --windows 2 --calibration-windows 1 --window-tokens 40 "
     "--threads 1",
     "hybrid": "13 --trace {chat} --model gpt-oss-120b --policy lru --policy arc "
-    "--capacity-percent 10 50 --retention-blocks None 0",
+    "--capacity-percent 10 50 --layout full dense r0",
     "kernel_counters": "3 --op decode store --arch sm_90 --kv-dtype bfloat16 --block-size 16 "
     "--num-q-heads 8 --num-kv-heads 2",
     "kernel_resources": "1 --op paged_decode_attention --arch sm_90 --match ^bf16.d128.g4.split$",

@@ -90,7 +90,6 @@ def test_no_number_may_be_negative_and_few_may_be_0(name):
             "host_ms",
             "cached_percent",
             "prefix_tokens",
-            "retention_blocks",
         )
         for number in (-1, 0)[: 2 - may_be_0]:
             left_open = getattr(options, option) is None
