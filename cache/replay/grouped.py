@@ -81,14 +81,15 @@ def _prepare(
     blocks, offsets = _picked(trace.block_ids, starts, counts)
     group_ids = np.repeat(np.tile(np.arange(len(groups))[::-1], len(trace)), counts)
     page_ids = blocks.astype(np.int64) * len(groups) + group_ids
-    pages = replace(trace, block_ids=page_ids, offsets=offsets[:: len(groups)])
+    offsets = offsets[:: len(groups)].copy()  # contiguous: one compilation
+    pages = replace(trace, block_ids=page_ids, offsets=offsets)
 
     unseen = np.array([[g.num_unseen(n * size, size) for n in lengths] for g in groups])
     always_kept = np.zeros(unseen.shape, np.bool_)
     rule: dict[str, Any] = {"block_size": size, "retention": retention, "boundaries": ()}
     for row, group in zip(always_kept, groups, strict=True):
         row[list(group.kept(0, len(lengths), **rule))] = True
-    requests = page_ids, pages.offsets, boundaries, total, trace.request_facts
+    requests = page_ids, offsets, boundaries, total, trace.request_facts
     geometry = needed, is_state, bool(is_state.any()), unseen, always_kept
     resident = np.zeros(pages.num_unique_blocks, np.bool_)
     held, released = np.full(unseen.shape, NO_PAGE), np.zeros(unseen.size, int)
