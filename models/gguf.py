@@ -186,8 +186,7 @@ class GGUF:
                 self._refuse(f"{self._arch}.{key}", value, [str(head_dim)])
         get.setdefault("rope_theta", 10000.0)
         if self._arch == "gemma3":  # llama.cpp knows the 27B model by its number of layers
-            is_27b = get["num_hidden_layers"] == 62
-            get["query_pre_attn_scalar"] = share if is_27b else head_dim
+            get["query_pre_attn_scalar"] = share if get["num_hidden_layers"] == 62 else head_dim
         get["architectures"] = [_ARCHITECTURES[self._arch]]
         tokens = self._tokens()
         get["vocab_size"] = len(tokens)
@@ -305,19 +304,17 @@ class GGUF:
         return tokenizer
 
     def _sentencepiece(self, vocabulary: dict[str, int]) -> Tokenizer:
-        """BPE that first merges the two tokens whose union has the highest score.
+        """BPE that first merges the pair whose merged token has the highest score.
 
-        For several pairs of one union, llama.cpp merges the leftmost pair of a text first.  BPE
-        needs an order of the pairs: by their ids, as in transformers."""
+        If several pairs give one token, llama.cpp merges the leftmost pair first.  Here the pair
+        with the lowest ids comes first, as in transformers."""
         key = "tokenizer.ggml.add_space_prefix"
         if self._get(key, "true or false", True):
             self._refuse(key, True, ["False"])
         scores = self._get("tokenizer.ggml.scores", "a list of numbers")
         bytes_ = {f"<0x{byte:02X}>" for byte in range(256)}
         if len(scores) < len(vocabulary) or not bytes_ <= vocabulary.keys():
-            raise ValueError(
-                f"{self._path}: tokenizer.ggml.tokens: one has no score, or a byte's is missing"
-            )
+            raise ValueError(f"{self._path}: tokenizer.ggml.tokens: a score or a byte is missing")
         ranked = sorted(
             (-scores[index], vocabulary[token[:cut]], vocabulary[token[cut:]])
             for token, index in vocabulary.items()

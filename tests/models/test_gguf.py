@@ -177,7 +177,7 @@ def test_sentencepiece_merges_by_score(tmp_path):
     pieces = dict.fromkeys(["<bos>", *(f"<0x{byte:02X}>" for byte in range(256))], 0.0) | pieces
     keys = {"model": "llama", "add_space_prefix": False, "eot_token_id": None}
     keys |= {"tokens": list(pieces), "scores": list(pieces.values())}
-    keys["token_type"] = [3] + [6] * 256 + [1] * 8 + [4, 1]
+    keys |= {"token_type": [3] + [6] * 256 + [1] * 8 + [4, 1]}
     path = tmp_path / "pieces.gguf"
 
     def read(**fields):
@@ -193,8 +193,7 @@ def test_sentencepiece_merges_by_score(tmp_path):
     ):  # fmt: skip
         encoded = tokenizer.encode(text)
         assert encoded.tokens == ["<bos>", *tokens.split("|" if "|" in tokens else " ")]
-        decoded = tokenizer.decode(encoded.ids[1:], skip_special_tokens=False)
-        assert decoded == text.replace("\u2581", " ")
+        assert tokenizer.decode(encoded.ids[1:], False) == text.replace("\u2581", " ")
     for name, value in (
         ("add_space_prefix", None), ("scores", None), ("scores", [math.nan]), ("scores", [0.5]),
         ("tokens", ["<bos>"]),

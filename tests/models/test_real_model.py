@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct, where `make model` has installed it: its tokens, text and chats."""
+"""SmolLM2-135M-Instruct and Gemma 3 270M, each where `make model` has installed it."""
 
 import itertools
 import json
@@ -15,54 +15,54 @@ from safetensors.torch import save_file
 
 from models import LLM, SamplingParams
 from models.gguf import open_gguf
-from models.hub import default_model
+from models.hub import default_model, gemma3_model
 from models.weights import checkpoint_tensors
 
-try:
-    pytest.importorskip("gguf")
-    MODEL = default_model()
-except (FileNotFoundError, pytest.skip.Exception):
-    pytest.skip("the model is not installed: run `make model`", allow_module_level=True)
-
+pytest.importorskip("gguf", reason="`make model` installs it")
 PROMPTS = [" ".join(text.split()[4:16]) for text in itertools.islice(topics.values(), 20)]
+LONG = " ".join(topics["assignment"].split()[:500])  # longer than Gemma's window of 512 tokens
+MODELS = {
+    "smollm2": (default_model, PROMPTS, 32, [3706, 44625, 1116, 40, 29, 3333]),
+    "gemma3": (gemma3_model, [*PROMPTS[:4], LONG], 8, [2, 2805, 53458, 108, 236828, 236772, 3896]),
+}
+"""How to find a model; its prompts, new tokens per prompt, and tokens of "Unsigned\\n\\n8-bit"."""
 
 
-@pytest.fixture(scope="module")
-def smollm2():
-    return LLM(MODEL, num_blocks=256)
+def load(name):
+    """The path of a model, and its engine."""
+    try:
+        path = MODELS[name][0]()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    return path, LLM(path, num_blocks=256)
 
 
-@pytest.fixture(scope="module")
-def weights(smollm2):
-    """The tensors of the file by their names in a checkpoint."""
-    return dict(open_gguf(MODEL).tensors(checkpoint_tensors(smollm2.model)))
-
-
-def test_the_tokenizer_splits_digits(smollm2):
-    assert smollm2.tokenizer.encode("Unsigned\n\n8-bit").ids[2:4] == [1116, 40]
-
-
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
-def test_greedy_tokens_equal_those_of_transformers(smollm2, weights, transformers):
+def test_tokens_equal_those_of_llama_cpp_and_transformers(name, transformers):
     """Teacher-forced: each of our tokens is the likeliest of transformers after the ones before."""
-    config = transformers.LlamaConfig(**open_gguf(MODEL).config())
-    with torch.device("meta"):
-        oracle = transformers.LlamaForCausalLM(config).eval()
-    oracle.load_state_dict(weights, strict=False, assign=True)
-    oracle.tie_weights()
-    oracle.model.rotary_emb = type(oracle.model.rotary_emb)(config)
-    params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
-    for prompt, output in zip(PROMPTS, smollm2.generate(PROMPTS, params), strict=True):
+    path, llm = load(name)
+    _, prompts, count, token_ids = MODELS[name]
+    assert llm.tokenizer.encode("Unsigned\n\n8-bit").ids == token_ids
+    fields = open_gguf(path).config()
+    family = getattr(transformers, fields["architectures"][0])
+    weights = dict(open_gguf(path).tensors(checkpoint_tensors(llm.model)))
+    options = {"state_dict": weights, "config": family.config_class(**fields)}
+    oracle = family.from_pretrained(None, dtype=torch.float32, **options).eval()
+    params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+    for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
         ours, before = output.outputs[0].token_ids, list(output.prompt_token_ids)
-        logits = oracle(torch.tensor([before + ours[:-1]])).logits[0, len(before) - 1 :]
-        behind = logits.amax(-1) - logits[range(32), ours]
+        logits = oracle(torch.tensor([before + ours[:-1]]), logits_to_keep=count).logits[0]
+        behind = logits.amax(-1) - logits[range(count), ours]
         assert not behind.any(), f"{prompt!r}: behind by {behind.tolist()}"
 
 
-def test_streamed_emoji_add_up(smollm2):
+def test_streamed_emoji_add_up():
     """An emoji is several tokens."""
+    _, llm = load("smollm2")
     params = SamplingParams(temperature=0.0, max_tokens=8)
-    *tokens, output = smollm2.stream("I love it 😀🚀🎉 I love it 😀🚀🎉 I love it", params)
+    *tokens, output = llm.stream("I love it 😀🚀🎉 I love it 😀🚀🎉 I love it", params)
     assert "".join(token.text for token in tokens) == output.outputs[0].text == " 😀🚀🎉"
 
 
@@ -83,15 +83,16 @@ EXECUTED = """
 """
 
 
-def test_two_layers_executed_as_ptx_give_the_same_tokens(weights, tmp_path):
+def test_two_layers_executed_as_ptx_give_the_same_tokens(tmp_path):
     """Attention, norms, RoPE, store and sampling as compiled for sm_90; products by PyTorch. The
     checkpoint has two of the 30 layers and 4,096 of the 49,152 tokens."""
-    config = open_gguf(MODEL).config() | {"num_hidden_layers": 2, "vocab_size": 4096}
+    path, llm = load("smollm2")
+    config = open_gguf(path).config() | {"num_hidden_layers": 2, "vocab_size": 4096}
     config["dtype"] = "float32"
     (tmp_path / "config.json").write_text(json.dumps(config))
     kept = {
         name: tensor[: 4096 if "embed" in name else None].clone()
-        for name, tensor in weights.items()
+        for name, tensor in open_gguf(path).tensors(checkpoint_tensors(llm.model))
         if not re.search(r"layers\.([2-9]|\d\d)\.", name)
     }
     save_file(kept, tmp_path / "model.safetensors")
