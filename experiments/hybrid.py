@@ -5,8 +5,7 @@ vLLM divides the layers of such a model into groups that share one pool (``cache
 Layouts: ``full``: one table, each block holds K/V of all layers; ``dense``: groups that cache all
 blocks; ``r0``: window and state groups cache what a hit at the end of a prompt, or at its junction
 with another prompt, needs; ``r8``: also at every 8th block (``prefix_cache_retention_interval``).
-``bound_hit_rate``: Belady's hit rate if windows and states took no memory.
-``memory``: bytes of one sequence, from the models' published layers in ``hybrid_models.csv``.
+``bound_hit_rate``: Belady's if windows and states took no memory.  ``memory``: of one sequence.
 
 Assumptions of the replay: requests run one at a time, in chunks of 8,192 tokens.  All layers of a
 model have equal bytes per token (the full layers of Gemma 4 31B have half the bytes of its window
@@ -19,6 +18,7 @@ import csv
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -70,10 +70,9 @@ class Hybrid(workloads.OnTraces):
 
 
 def cells(options: Hybrid) -> Iterator[Options]:
-    values: dict[str, Any] = {"trace": [*options.sources(options.num_requests)]}
-    values["model"] = [_ANY, *options.model]
-    values["policy"] = [*map(named_policy, options.policy or _POLICIES)]
-    for cell in grid(options, **values):
+    traces, models = [*options.sources(options.num_requests)], [_ANY, *options.model]
+    policies = [*map(named_policy, options.policy or _POLICIES)]
+    for cell in grid(options, trace=traces, model=models, policy=policies):
         is_compared = cell.policy == "lru" or cell.layout in _LAYOUTS_OF_POLICIES
         if is_compared and (cell.model == _ANY) == (cell.layout == "full"):
             yield cell
@@ -100,7 +99,7 @@ def _replay(cell: Hybrid) -> dict[str, Any]:
         pages = pages * len(layers) // max(group.num_layers for group in how["groups"])
         how["retention"] = None if cell.layout == "dense" else int(cell.layout[1:]) * size
     result = cache.simulate(trace, policy=policy_spec(cell.policy), capacity_blocks=pages, **how)
-    bound = cache.simulate(trace, policy="belady", capacity_blocks=pages).block_hit_rate
+    bound = _bound(cell.trace, pages)
     assert result.block_hit_rate <= bound <= trace.infinite_cache_hit_rate, "more than can hit"
     cuts = np.arange(6) * len(trace) // 5
     hits = np.diff([result.hits[:cut].sum() for cut in cuts])
@@ -117,14 +116,19 @@ def _replay(cell: Hybrid) -> dict[str, Any]:
     }
 
 
+@lru_cache(maxsize=64)
+def _bound(source: workloads.Source, pages: int) -> float:
+    trace = workloads.load(source)
+    return cache.simulate(trace, policy="belady", capacity_blocks=pages).block_hit_rate
+
+
 def _memory(model: dict[str, Any], context: int) -> dict[str, Any]:
     """Bytes in bf16 while the last token, or the last chunk, of ``context`` tokens is computed."""
     size, is_state = model["block_size"], model["other"] == "state"
     group = cache.Group("state") if is_state else cache.Group("window", model["other"] or 1)
     full = 2 * size * model["full_layers"] * model["full_values"]
     other = 2 * (1 if is_state else size) * model["other_layers"] * model["other_values"]
-    blocks = -(-context // size)
-    one_table = (full + other) * blocks
+    one_table = (full + other) * -(-context // size)
     chunk = 1 if is_state else _CHUNK
     unseen = [group.num_unseen(max(0, context - num_new), size) for num_new in (1, chunk)]
     return {
@@ -155,8 +159,7 @@ def _draw_hit_rates(rows: style.DataFrame) -> style.Figure | None:
         for which, curve in shown.groupby(["layout", "policy"], sort=False):
             if which in looks:
                 style.curve(axis, curve, "capacity_percent", "block_hit_rate", 100, **looks[which])
-        once = of_model.drop_duplicates("capacity_percent")
-        style.curve(axis, once, "capacity_percent", "bound_hit_rate", 100, **bound)
+        style.curve(axis, of_model, "capacity_percent", "bound_hit_rate", 100, **bound)
         axis.set(title=f"{trace}\n{model}", ylim=(0, None))
         style.log_x(axis, sorted(shown["capacity_percent"].unique()))
     label = "pool size (% of the bytes of the trace's unique blocks in all layers)"
@@ -180,8 +183,7 @@ def _policies(rows: style.DataFrame) -> style.DataFrame:
 
 
 def _retention(rows: style.DataFrame) -> style.DataFrame:
-    """The layout in groups with the most hits in the first two fifths with LRU, and its points over
-    other layouts in the last three fifths: mean, worst and best."""
+    """LRU's best layout in the first two fifths, and its points over others in the last three."""
     rows = rows[rows["policy"] == "lru"]
     groups = rows[rows["layout"] != "full"]
     first = groups[_FIFTHS[:2]].sum(axis=1).groupby([groups[name] for name in _POOL], sort=False)
@@ -200,9 +202,8 @@ def _draw_memory(rows: style.DataFrame) -> style.Figure | None:
     if rows.empty:
         return None
     places, names = rows["model"].factorize()
-    figure, axes, _ = style.panel_grid(2, height=2.6, width=3.4)
-    for axis in axes:
-        style.name_rows(axis, names, shown=axis is axes[0])
+    figure, axes, _ = style.panel_grid(2, height=2.6, width=3.4, sharey=True)
+    style.name_rows(axes[0], names)
     kib = rows[["one_table_bytes", "groups_bytes"]].div(1024 * rows["context_tokens"], axis=0)
     axes[0].plot(kib["one_table_bytes"], places, "k|", markersize=9, label="one table")
     published = style.dots(style.BLACK, "d", fill=False) | {"markersize": 9, "label": "RFC 11382"}

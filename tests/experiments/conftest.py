@@ -43,8 +43,7 @@ TINY_RUNS = {
     "--policy queue_informed --pool-gib 1 4 --host-gib 2 --num-requests 60 --slices 2",
     "fp8_quality": "6 --model tiny --windows 2 --calibration-windows 1 --window-tokens 40 "
     "--threads 1",
-    "hybrid": "13 --trace {chat} --model gpt-oss-120b --policy lru --policy arc "
-    "--capacity-percent 10 50 --layout full dense r0",
+    "hybrid": "25 --trace {chat} --model gpt-oss-120b --policy lru --policy arc --layout full r0",
     "kernel_counters": "3 --op decode store --arch sm_90 --kv-dtype bfloat16 --block-size 16 "
     "--num-q-heads 8 --num-kv-heads 2",
     "kernel_resources": "1 --op paged_decode_attention --arch sm_90 --match ^bf16.d128.g4.split$",
