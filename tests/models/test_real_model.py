@@ -40,7 +40,7 @@ def load(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
-def test_tokens_equal_those_of_llama_cpp_and_transformers(name, transformers):
+def test_tokens_equal_those_of_transformers(name, transformers):
     """Teacher-forced: each of our tokens is the likeliest of transformers after the ones before."""
     path, llm = load(name)
     _, prompts, count, token_ids = MODELS[name]
