@@ -1,4 +1,4 @@
-"""Draws the pictures of tutorial.md: worked examples on the real managers.
+"""Draws the pictures of tutorial.md and hybrid.md: worked examples on the real managers.
 
     .venv/bin/python -m docs.tutorial
 
@@ -10,11 +10,13 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import cache
 
-FOLDER = Path(__file__).with_name("tutorial")
+FOLDER = Path(__file__).parent
 _BLOCK_SIZE = 4
+_DIGEST_SIZE = 16
 _WIDTH = 780
 _STYLE = """
 rect { fill: none; stroke: #9aa4af } text { font: 12px monospace; fill: #1b1f24 }
@@ -31,8 +33,9 @@ text { fill: #e3e6ea } .page { fill: #161a1f } .used { fill: #1d405f } .kept { f
 class Story:
     """A manager, its sequences, and the events since the last picture."""
 
-    def __init__(self, manager: str, num_blocks: int) -> None:
-        self.manager = cache.make_manager(manager, num_blocks=num_blocks, block_size=_BLOCK_SIZE)
+    def __init__(self, manager: str, num_blocks: int, **options: Any) -> None:
+        options |= {"num_blocks": num_blocks, "block_size": _BLOCK_SIZE}
+        self.manager = cache.make_manager(manager, **options)
         self._blocks = getattr(self.manager, "pool" if manager == "vllm_v1" else "gpu")
         self._happened: dict[int, dict[str, None]] = defaultdict(dict)  # kinds by block
         self._running: dict[Hashable, cache.Sequence] = {}
@@ -40,10 +43,10 @@ class Story:
         self._tokens: dict[int, list[int]] = {}
         self._copies: list[tuple[int, int]] = []
 
-    def start(self, name: str, tokens: Iterable[int]) -> cache.Sequence:
-        """Make a new sequence and allocate slots for all of its tokens."""
+    def start(self, name: str, tokens: Iterable[int], end: int | None = None) -> cache.Sequence:
+        """Make a new sequence and allocate slots for its tokens before ``end``.  None: for all."""
         seq = cache.Sequence(name, tokens)
-        self.resume(seq)
+        self.resume(seq, end)
         return seq
 
     def decode(self, seq: cache.Sequence, *tokens: int) -> None:
@@ -53,7 +56,7 @@ class Story:
             self.append(seq)
 
     def append(self, seq: cache.Sequence) -> None:
-        """Allocate slots for the generated tokens of ``seq``.  Raises OutOfBlocks."""
+        """Allocate slots for all tokens of ``seq`` that have none.  Raises OutOfBlocks."""
         with self._watched():
             self._copies += self.manager.append(seq)
 
@@ -63,14 +66,13 @@ class Story:
         return child
 
     def free(self, seq: cache.Sequence) -> None:
-        self._note_tokens()
         with self._watched():
             self.manager.free(self._running.pop(seq.seq_id))
 
-    def resume(self, seq: cache.Sequence) -> None:
-        self._running[seq.seq_id] = seq
+    def resume(self, seq: cache.Sequence, end: int | None = None) -> None:
         with self._watched():
-            self.manager.allocate(seq)
+            self.manager.admit(seq, self.manager.find(seq), end or seq.num_tokens)
+        self._running[seq.seq_id] = seq
 
     def _contents(self) -> list[bytes | None]:
         """Return the hash of each block.  None for a block that cannot be found."""
@@ -80,6 +82,7 @@ class Story:
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
         """Record the changes that a call in the ``with`` statement makes to blocks."""
+        self._note_tokens()
         users, contents = list(self._blocks.ref_counts), self._contents()
         try:
             yield
@@ -99,11 +102,14 @@ class Story:
         """Return an SVG of the present state and of the events since the last picture."""
         self.manager.check_invariants()
         self._note_tokens()
-        shapes, y = [*self._pool()], 164
+        shapes, y = [*self._pool()], 20 - -self.manager.num_blocks // 10 * 144
         self._happened.clear()
         for name, seq in self._running.items():
-            shapes += _row(y, f"{name}, {seq.num_tokens} tokens", self.manager.block_table(seq))
-            y += 30
+            tables = self.manager.block_tables(seq)
+            for group, table in zip(self.manager.groups, tables, strict=True):
+                kind = f", {group.kind}" if len(self.manager.groups) > 1 else ""
+                shapes += _row(y, f"{name}, {seq.num_tokens} tokens{kind}", table)
+                y += 30
         shapes += _row(y, "free queue, next first", self._blocks.free_blocks())
         y += 40
         if self._copies:
@@ -127,11 +133,12 @@ class Story:
         """Record the tokens of each block, and the parent and tokens of each hash."""
         for seq in self._running.values():
             tokens = seq.token_ids.tolist()[: seq.num_computed_tokens]
-            for i, block in enumerate(self.manager.block_table(seq)):
-                self._tokens[block] = tokens[i * _BLOCK_SIZE : (i + 1) * _BLOCK_SIZE]
+            for table in self.manager.block_tables(seq):
+                for i, block in enumerate(table):
+                    self._tokens[block] = tokens[i * _BLOCK_SIZE : (i + 1) * _BLOCK_SIZE]
             for chain in seq.hash_chains.values():
                 for i, digest in enumerate(chain):
-                    parent = _short(chain[i - 1]) if i else "start"
+                    parent = _short(chain[i - 1][:_DIGEST_SIZE]) if i else "start"
                     own = tokens[i * _BLOCK_SIZE : (i + 1) * _BLOCK_SIZE]
                     if len(own) == _BLOCK_SIZE:
                         self._meanings[digest] = f"H({parent}, {' '.join(map(str, own))})"
@@ -139,19 +146,20 @@ class Story:
     def _pool(self) -> Iterator[str]:
         states = zip(self._blocks.ref_counts, self._contents(), strict=True)
         for block, (users, digest) in enumerate(states):
-            x = block * _WIDTH / 10
+            x, y = block % 10 * _WIDTH / 10, block // 10 * 144
             for i, kind in enumerate(self._happened[block]):
-                yield _text(x + 35, 12 + 13 * i, kind, f"middle {kind}")
+                yield _text(x + 35, y + 12 + 13 * i, kind, f"middle {kind}")
             state = "used" if users else "kept" if digest else "free"
-            yield f'<rect class="{state}" x="{x:g}" y="48" width="70" height="84" rx="4"/>'
-            yield _text(x + 5, 63, str(block), "number")
+            yield f'<rect class="{state}" x="{x:g}" y="{y + 48}" width="70" height="84" rx="4"/>'
+            yield _text(x + 5, y + 63, str(block), "number")
             if users > 1:
-                yield _text(x + 66, 63, f"{users} users", "end soft")
+                yield _text(x + 66, y + 63, f"{users} users", "end soft")
             tokens = self._tokens[block] if users or digest else []
             for i in range(0, len(tokens), 2):
-                yield _text(x + 35, 84 + 8 * i, " ".join(map(str, tokens[i : i + 2])), "middle")
+                text = " ".join(map(str, tokens[i : i + 2]))
+                yield _text(x + 35, y + 84 + 8 * i, text, "middle")
             if digest:
-                yield _text(x + 35, 124, _short(digest), "middle soft")
+                yield _text(x + 35, y + 124, _short(digest), "middle soft")
 
 
 def _row(y: float, label: str, blocks: Iterable[int]) -> Iterator[str]:
@@ -168,13 +176,9 @@ def _text(x: float, y: float, text: str, style: str = "") -> str:
     return f'<text x="{x:g}" y="{y:g}" class="{style}">{text}</text>'
 
 
-def _short(digest: bytes) -> str:
-    return digest.hex()[:4]
-
-
-def pictures() -> dict[str, str]:
-    """Return all pictures: name -> SVG."""
-    return dict([*_prefix_caching(), *_copy_on_write(), *_promotion()])
+def _short(key: bytes) -> str:
+    """The first digits of the hash, and the number of a further group of layers."""
+    return "+".join([key.hex()[:4], *map(str, key[_DIGEST_SIZE:])])
 
 
 def _prefix_caching() -> Iterator[tuple[str, str]]:
@@ -224,10 +228,32 @@ def _promotion() -> Iterator[tuple[str, str]]:
     yield "12-promotion", story.picture()
 
 
+def _groups() -> Iterator[tuple[str, str]]:
+    groups = cache.Group(), cache.Group("window", 6)
+    story = Story("vllm_v1", num_blocks=10, groups=groups)
+    story.append(story.start("A", range(18), end=12))
+    yield "1-window", story.picture()
+    story = Story("vllm_v1", num_blocks=16, groups=groups, retention=0)
+    story.free(story.start("A", range(17)))
+    yield "2-retention", story.picture()
+    story.free(story.start("B", [*range(8), *range(50, 59)]))
+    yield "3-junction", story.picture()
+    story.start("C", [*range(8), 91, 92, 93])
+    yield "4-hit", story.picture()
+
+
+PAGES = {"tutorial": (_prefix_caching, _copy_on_write, _promotion), "hybrid": (_groups,)}
+
+
+def pictures(page: str) -> dict[str, str]:
+    """Return the pictures of ``page``: name -> SVG."""
+    return dict(picture for story in PAGES[page] for picture in story())
+
+
 def main() -> None:
-    FOLDER.mkdir(exist_ok=True)
-    for name, picture in pictures().items():
-        (FOLDER / f"{name}.svg").write_text(picture)
+    for page in PAGES:
+        for name, picture in pictures(page).items():
+            (FOLDER / page / f"{name}.svg").write_text(picture)
 
 
 if __name__ == "__main__":

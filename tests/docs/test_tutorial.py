@@ -1,24 +1,35 @@
-"""The tutorial's pictures match today's managers, and its page shows all of them."""
+"""The pages' pictures match today's managers, and the pages show all of them."""
 
 import re
 from xml.etree import ElementTree
 
+import pytest
+
 from docs import tutorial
 
 
-def test_the_committed_pictures_are_what_the_managers_do():
-    committed = {path.stem: path.read_text() for path in tutorial.FOLDER.iterdir()}
-    assert committed == tutorial.pictures(), "run python -m docs.tutorial"
+@pytest.mark.parametrize("page", tutorial.PAGES)
+def test_the_committed_pictures_are_what_the_managers_do(page):
+    committed = {path.stem: path.read_text() for path in (tutorial.FOLDER / page).iterdir()}
+    assert committed == tutorial.pictures(page), "run python -m docs.tutorial"
 
 
-def test_the_page_shows_every_picture_in_order():
-    page = tutorial.FOLDER.with_suffix(".md").read_text()
-    shown = re.findall(r"!\[[^]]+\]\(tutorial/([\w-]+)\.svg\)", page)
-    assert shown == [*tutorial.pictures()]
+@pytest.mark.parametrize("page", tutorial.PAGES)
+def test_the_page_shows_every_picture_in_order(page):
+    text = (tutorial.FOLDER / f"{page}.md").read_text()
+    shown = re.findall(rf"!\[[^]]+\]\({page}/([\w-]+)\.svg\)", text)
+    assert shown == [*tutorial.pictures(page)]
 
 
 def test_the_33rd_token_of_c_follows_its_32nd():
-    picture = ElementTree.fromstring(tutorial.pictures()["7-preemption"])
+    picture = ElementTree.fromstring(tutorial.pictures("tutorial")["7-preemption"])
     texts = [element.text for element in picture.iter()]
     assert {"68 69", "70"} <= set(texts)
     assert "20" not in texts
+
+
+def test_the_page_of_groups_prints_what_it_says(capsys):
+    text = (tutorial.FOLDER / "hybrid.md").read_text()
+    for script, printed in re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", text, re.DOTALL):
+        exec(script, {})
+        assert capsys.readouterr().out == printed
