@@ -4,6 +4,7 @@ import re
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 from docs import tutorial
 
@@ -29,6 +30,7 @@ def test_the_33rd_token_of_c_follows_its_32nd():
 
 
 def test_the_page_of_groups_prints_what_it_says(capsys):
+    torch.set_num_threads(1)  # tiny matrices: threads would only wait for each other
     text = (tutorial.FOLDER / "hybrid.md").read_text()
     for script, printed in re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", text, re.DOTALL):
         exec(script, {})
