@@ -116,7 +116,7 @@ def check_groups(groups: Iterable[Group]) -> tuple[Group, ...]:
 
     Raises ValueError unless they are Groups and one of them has the kind "full".
     """
-    checked = tuple(groups) if isinstance(groups, Iterable) else ()
+    checked = tuple(groups) if isinstance(groups, Iterable) else (groups,)
     if not all(isinstance(group, Group) for group in checked):
         raise ValueError(f"groups={shown(groups)}: needs a list of Group(kind, window, layers)")
     if "full" not in [group.kind for group in checked]:
