@@ -1,6 +1,6 @@
 """Events about cached blocks.  A router uses them to find the replica that caches a prefix.
 
-The fields and their order are as in ``vllm.distributed.kv_events`` (0.33).
+The fields are a part of those in ``vllm.distributed.kv_events`` (0.33), in the same order.
 """
 
 from typing import NamedTuple

@@ -21,8 +21,8 @@ Scripts can use two shorter forms.  ``allocate(seq)`` finds and admits a whole s
 A full block can be found after the call that gives its last token a slot.  If a token of the block
 is unknown at that call, the block can be found after the next call about the sequence.
 
-A call that raises changes nothing, with two exceptions.  First, with a sliding window ``vllm_v1``
-frees the blocks behind the window even if the call then raises OutOfBlocks.  Second, a change that
+A call that raises changes nothing, with two exceptions.  First, ``vllm_v1`` frees the blocks behind
+a window or a state even if the call then raises OutOfBlocks.  Second, a change that
 is interrupted cannot be undone.  A KeyboardInterrupt can interrupt it, or an error in a method of
 the policy other than ``tell``, ``look_up`` and ``on_queued``.  Every later call about a sequence or
 cached content then raises InterruptedChange, which names the error.  A KeyboardInterrupt at the end

@@ -160,13 +160,13 @@ class VLLMv1(PooledManager):
         tables = hit.blocks, *_further(hit)[0]
         for number, group in enumerate(self.groups):
             blocks = tables[number] if number < len(tables) else ()
-            kept = held(list(blocks))
-            new = -(-end // size) - len(blocks)
+            idle, new = self.pool.num_revived(held(list(blocks))), -(-end // size) - len(blocks)
             if group.kind == "state" and chunk is None:
                 new = min(new, 1)
             elif chunk is not None and group.kind != "full":
-                new = min(new, group.num_blocks_at_once(chunk, size) - len(kept))
-            needed += new + self.pool.num_revived(kept)
+                # A hit that others use frees nothing when it is given back.
+                new = min(new, group.num_blocks_at_once(chunk, size) - idle)
+            needed += new + idle
         return needed
 
     def _adopt(self, table: PooledTable, hit: Hit) -> None:

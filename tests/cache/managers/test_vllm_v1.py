@@ -4,12 +4,13 @@ Nano-vLLM's queue equals the older queue of vllm_v1.
 """
 
 import functools
+import random
 
 import manager_helpers
 import pytest
 from manager_helpers import cached, grow, lines_run, started
 
-from cache import Group, Sequence, layer_groups, make_manager, make_workload, simulate
+from cache import AllocStatus, Group, Sequence, layer_groups, make_manager, make_workload, simulate
 from cache.managers.base import NOTHING
 from cache.managers.pooled import PooledManager
 from cache.policies.lru import LRU
@@ -280,3 +281,30 @@ def test_layers_are_divided_as_in_vllm(windows, sizes):
     assert groups[0].kind == "full"
     assert sorted(i for group in groups for i in group.layers) == [*range(len(windows))]
     assert all({windows[i] for i in group.layers} == {windows[group.layers[0]]} for group in groups)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_a_prompt_that_is_admitted_gets_all_its_chunks(seed):
+    """While other sequences neither take nor return blocks."""
+    pick = random.Random(seed)
+    size, chunk = pick.choice([1, 2, 4]), pick.randrange(4, 9)
+    others = [Group("window", pick.randrange(2, 13)), Group("state"), Group("window", 5)]
+    groups = [Group(), *others[: pick.randrange(1, 4)]]
+    manager = make_manager(
+        "vllm_v1", num_blocks=pick.randrange(4, 40), block_size=size, groups=groups
+    )
+    manager.max_in_flight_tokens = chunk
+    for seq_id in range(6):
+        seq = Sequence(seq_id, [*range(pick.randrange(1, 20)), *pick.choices(range(9), k=seq_id)])
+        hit = manager.find(seq)
+        if manager.can_allocate(seq, hit) is AllocStatus.OK:
+            end = manager.chunk_end(
+                seq, hit.num_tokens, min(hit.num_tokens + chunk, seq.num_tokens), hit
+            )
+            manager.admit(seq, hit, end)
+            while end < seq.num_tokens:
+                end = manager.chunk_end(seq, end, min(end + chunk, seq.num_tokens))
+                manager.append(seq, end)
+            if pick.random() < 0.6:
+                manager.free(seq)
+    manager.check_invariants()
