@@ -308,3 +308,17 @@ def test_a_prompt_that_is_admitted_gets_all_its_chunks(seed):
             if pick.random() < 0.6:
                 manager.free(seq)
     manager.check_invariants()
+
+
+def test_a_prefix_is_one_that_all_groups_can_resume():
+    """A second pass over the groups finds a shorter prefix than the first; vLLM 0.33 agrees."""
+    groups = [Group(), Group("window", 9), Group("window", 3)]
+    manager = make_manager("vllm_v1", num_blocks=30, block_size=1, groups=groups, retention=4)
+    seq = Sequence(0, [1, 2, 2, 2, 1, 1, 2, 1, 0, 0])
+    manager.admit(seq, NOTHING, 2)
+    manager.append(seq)
+    for _ in range(2):
+        seq.append_token(1)
+        manager.append(seq)
+    hit = manager.find(Sequence(1, [1, 2, 2, 2, 1, 1, 2, 1, 0, 0, 2]))
+    assert (hit.num_tokens, hit.match[1]) == (0, 10)
