@@ -111,14 +111,17 @@ def longest_hit(limit, pages, start, resident, needed):
     return run  # 0 for a state, which needs one page
 
 
-def _replay_with(make: Callable, key: str | None) -> Callable:
-    """Define the replay of ``make(key, policy)``.  Arrays are lists if the policy is in Python."""
+def _replay_of(key: str | None) -> Callable:
+    """Define the replay of a compiled policy, or with lists in place of arrays if ``key`` is None.
+
+    Numba finds its file only if all that the function closes over is the same in each process.
+    """
 
     def replay(
         state, pages, offsets, boundaries, totals, request_facts, capacity, chunk,
         needed, is_state, has_state, unseen, always_kept, resident, held, released,
     ):  # fmt: skip
-        policy = make(key, state)
+        policy = state if key is None else _make(key, state)
         num_groups, num_requests = len(needed), len(offsets) - 1
         hits, evictions = np.zeros(num_requests, np.int64), np.zeros(num_requests, np.int64)
         starts, first, behind = [0] * num_groups, [0] * num_groups, [0] * num_groups
@@ -208,7 +211,7 @@ def _replay_with(make: Callable, key: str | None) -> Callable:
 
 
 def _compile(key: str) -> Any:
-    replay = _replay_with(_make, key)
+    replay = _replay_of(key)
     replay.__qualname__ += f".{key.partition(':')[0]}"  # a file for each policy
     return numba.njit(nogil=True, cache=_KINDS[key].is_built_in)(replay)
 
@@ -216,7 +219,7 @@ def _compile(key: str) -> Any:
 def _replay_in_python(prepare: Callable, trace: Trace, policy: EvictionPolicy, capacity: int):
     pages, arguments = prepare(trace, capacity)
     lists = (each.tolist() if isinstance(each, np.ndarray) else each for each in arguments)
-    replay = _replay_with(lambda _, policy: policy, None)
+    replay = _replay_of(None)
     return replay(_InPython(policy, pages, capacity), *lists)
 
 
