@@ -9,6 +9,7 @@ import pytest
 
 import cache
 from cache.policies import make_policy
+from models.hub import gemma3_model
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 MY_POLICY = EXAMPLES / "my_policy.py"
@@ -26,6 +27,15 @@ def test_a_script_runs(script, printed, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [f"{script}.py"])
     runpy.run_path(str(EXAMPLES / f"{script}.py"), run_name="__main__")
     assert re.search(printed, capsys.readouterr().out)
+
+
+def test_a_chat_with_gemma3(capsys):
+    try:
+        gemma3_model()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    runpy.run_path(str(EXAMPLES / "hybrid_chat.py"))["main"](num_characters=2_000)
+    assert re.search(r"one table for all layers: [1-6]\.\d times", capsys.readouterr().out)
 
 
 def test_clock_gives_a_second_chance():
