@@ -178,7 +178,8 @@ def _text(x: float, y: float, text: str, style: str = "") -> str:
 
 def _short(key: bytes) -> str:
     """The first digits of the hash, and the number of a further group of layers."""
-    return "+".join([key.hex()[:4], *map(str, key[_DIGEST_SIZE:])])
+    group = int.from_bytes(key[_DIGEST_SIZE:])
+    return key.hex()[:4] + (f"+{group}" if group else "")
 
 
 def _prefix_caching() -> Iterator[tuple[str, str]]:

@@ -46,7 +46,7 @@ _CONFIG_OF_GEMMA3 = {
     "sliding_window_pattern": "attention.sliding_window_pattern",
     "rope_local_base_freq": "rope.freq_base_swa",
 }
-_OF_RESULTS = ("rope.", "attention.", "tokenizer.", "final_logit_softcapping")
+_OF_RESULTS = ("rope.", "attention.", "tokenizer.", "attn_logit_", "final_logit_")
 _READ = re.compile(
     r"attention\.(head_count(_kv)?|(key|value)_length|layer_norm(_rms)?_epsilon)"
     r"|rope\.(freq_base|dimension_count|scale_linear)|rope\.scaling\.(type|factor|attn_factor"

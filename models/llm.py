@@ -141,7 +141,7 @@ class LLMOptions:
             raise ValueError(f"seed={self.seed!r}: needs an int")
         given = self.manager_options or {}
         for name in ("sliding_window", "groups"):
-            if given.get(name):
+            if given.get(name) is not None:
                 raise ValueError(
                     f"manager_options: {name}={given[name]!r}: the window is the model's; vllm_v1 "
                     "frees the blocks behind it"

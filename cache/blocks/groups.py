@@ -7,6 +7,7 @@ the layers of one group, or a state of these layers.  Every sequence has a block
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from cache.checks import at_least, shown
 
@@ -39,34 +40,38 @@ class Group:
             )
         if self.window is not None:
             at_least(1, "window", self.window)
+        indices = self.layers if isinstance(self.layers, tuple) else (self.layers,)
+        if not all(isinstance(index, int) and index >= 0 for index in indices):
+            raise ValueError(f"layers={shown(self.layers)}: needs a number, or a tuple of indices")
 
     @property
     def num_layers(self) -> int:
         """Number of layers."""
         return self.layers if isinstance(self.layers, int) else len(self.layers)
 
+    @property
+    def _reach(self) -> int:
+        """Number of tokens before a query that it reads; 1 for a state."""
+        return 1 if self.window is None else self.window - 1
+
     def num_unseen(self, start: int, block_size: int) -> int:
         """Number of leading blocks that neither the query at position ``start`` nor a later query
         reads."""
-        if self.kind == "full":
-            return 0
-        reach = 1 if self.window is None else self.window - 1
-        return max(0, start - reach) // block_size
+        return 0 if self.kind == "full" else max(0, start - self._reach) // block_size
 
     def num_blocks_of_hit(self, block_size: int) -> int:
         """Number of blocks before a position that a hit up to the position needs; at least 1.
 
         Only the groups of kind "window" and "state" have this limit.
         """
-        reach = 1 if self.window is None else self.window - 1
-        return max(1, -(-reach // block_size))
+        return max(1, -(-self._reach // block_size))
 
     def num_blocks_at_once(self, chunk: int, block_size: int) -> int:
         """Maximum number of blocks of a sequence in a window or state group, if it gets slots
         for up to ``chunk`` tokens in one call."""
         if self.window is None:
             return 2
-        return -(-(self.window - 1 + chunk) // block_size) + 1
+        return -(-(self._reach + chunk) // block_size) + 1
 
     def longest_hit(self, limit: int, block_size: int, is_cached: Callable[[int], bool]) -> int:
         """Length in blocks, at most ``limit``, of the longest prefix that these layers can resume.
@@ -148,11 +153,18 @@ def layer_groups(windows: Sequence[int | str | None]) -> tuple[Group, ...]:
     if that is below 1.5 times as many.  Layers of a kind are dealt out in turn, so a group may have
     fewer layers; a block has room for the largest group.  Full groups come first.
 
+    Raises ValueError for an entry of another kind, and without layers.
+
     Example: 62 layers of Gemma 3 27B (10 full, 52 with a window) give 1 + 6 groups of up to 10.
     """
     of_kind: dict[int | str | None, list[int]] = {}
+    window: Any
     for layer, window in enumerate(windows):
+        if window not in (None, "state"):
+            window = at_least(1, f"windows[{layer}]", window)
         of_kind.setdefault(window, []).append(layer)
+    if not of_kind:
+        raise ValueError("windows is empty: needs an entry for each layer")
     counts = [len(layers) for layers in of_kind.values()]
     size = min(counts)
     if max(counts) < 1.5 * size:

@@ -91,6 +91,6 @@ class BlockHasher:
         if not group:
             return chain
         keys_of_group = seq.hash_chains.setdefault((self.algorithm, size, group), [])
-        suffix = group.to_bytes(1, "big")
+        suffix = group.to_bytes(4, "big")
         keys_of_group += [digest + suffix for digest in chain[len(keys_of_group) :]]
         return keys_of_group

@@ -214,22 +214,24 @@ class BlockPool:
         """Remove a user from each of ``blocks``, which are in the order of their sequence.
 
         Blocks that have no user left become free or cached-free, the last of the sequence first.
+        In ``blocks`` all cached blocks must come before the uncached blocks.
         """
         ref_counts, hashes = self.ref_counts, self.block_hashes
-        released: list[int] = []
-        uncached: list[int] = []
+        released = []
         for block in reversed(blocks):
             ref_counts[block] -= 1
             if not ref_counts[block]:
-                (uncached if hashes[block] is None else released).append(block)
-        self.num_free_blocks += len(released) + len(uncached)
-        if uncached and not self.queue_uncached:
-            self._free += reversed(uncached)
-        elif uncached:
-            for block in uncached:
+                released.append(block)
+        self.num_free_blocks += len(released)
+        num_uncached = 0
+        while num_uncached < len(released) and hashes[released[num_uncached]] is None:
+            num_uncached += 1
+        if num_uncached and not self.queue_uncached:
+            self._free += reversed(released[:num_uncached])
+            del released[:num_uncached]
+        else:
+            for block in released[:num_uncached]:
                 self.policy.insert(block, (None, block), None, 0)
-            queued = {*released, *uncached}
-            released = [block for block in reversed(blocks) if block in queued]
         self.policy.release_many(released)
 
     def reset_prefix_cache(self) -> None:

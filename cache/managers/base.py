@@ -134,7 +134,8 @@ MIDDLE = "an interrupt"
 """Value of ``interruption`` while a change is in progress."""
 
 FREED = -1
-"""Entry of a block table in place of a block behind the sliding window of all later queries."""
+"""Entry of a block table in place of a block behind the window of all later queries, or of a state
+that was not stored or was given back."""
 
 
 class Hit(NamedTuple):
@@ -237,6 +238,10 @@ class CacheManager(abc.ABC):
 
     _table_class: ClassVar[type[Table]] = Table
 
+    _is_full: bool = True
+    """Whether a table has a block for each ``block_size`` tokens, and all layers use it."""
+    _num_to_admit: Callable[[int, Hit], int]
+    """Unless ``_is_full``: number of free blocks that a number of tokens takes, after a hit."""
     _share: Callable[[Any, Any], None]
     """Adds the stored blocks of the first table to the second, new table."""
     _forget: Callable[[], None]
@@ -311,10 +316,16 @@ class CacheManager(abc.ABC):
     def can_allocate(self, seq: Sequence, hit: Hit | None = None) -> AllocStatus:
         """Whether ``allocate(seq)`` would succeed now.  Changes nothing.
 
+        With several groups of layers: whether ``seq`` would get its slots in chunks of up to
+        ``max_in_flight_tokens``, if this number is set, that end as ``chunk_end`` says.
+
         ``hit`` is the result of ``find``.  If it is None or stale, the prefix is looked up again.
         """
         self._check_usable()
-        needed = self._num_to_admit(len(seq.token_ids), NOTHING)
+        num_tokens = len(seq.token_ids)
+        needed = -(-num_tokens // self.block_size)
+        if not self._is_full:
+            needed = self._num_to_admit(num_tokens, NOTHING)
         if needed > self.num_blocks:
             return AllocStatus.NEVER
         free = self.num_free_blocks
@@ -322,7 +333,10 @@ class CacheManager(abc.ABC):
             wanted = (seq, self._version, self)
             if hit is None or (hit.num_tokens and (hit.seq, hit.version, hit.manager) != wanted):
                 hit = self.find(seq)
-            needed = self._num_to_admit(len(seq.token_ids), hit)
+            if self._is_full:
+                needed -= len(hit.blocks) - self._num_idle(hit)
+            else:
+                needed = self._num_to_admit(num_tokens, hit)
         return AllocStatus.OK if needed <= free else AllocStatus.LATER
 
     def admit(self, seq: Sequence, hit: Hit, end: int, num_lookahead_tokens: int = 0) -> Copies:
@@ -439,7 +453,11 @@ class CacheManager(abc.ABC):
                     "only go in front of its first chunk"
                 )
             return self.append(seq, start + count, num_lookahead_tokens)
-        hit = self.find(seq, len(computed_blocks)) if len(computed_blocks) else NOTHING
+        hit = NOTHING
+        if len(computed_blocks) or not self._is_full:
+            hit = self.find(seq, len(computed_blocks) if self._is_full else None)
+            if len(hit.blocks) > len(computed_blocks):
+                hit = self.find(seq, len(computed_blocks))
         if list(hit.blocks) != list(computed_blocks):
             raise ValueError(
                 f"computed_blocks={list(computed_blocks)}: these do not hold the prefix of "
@@ -643,11 +661,6 @@ class CacheManager(abc.ABC):
     def _num_idle(self, hit: Hit) -> int:
         """Number of blocks of ``hit`` that have no user and so count as free."""
         return 0
-
-    def _num_to_admit(self, num_tokens: int, hit: Hit) -> int:
-        """Number of free blocks that a sequence of ``num_tokens`` with the prefix ``hit`` takes."""
-        held = len(hit.blocks) - self._num_idle(hit) if hit.num_tokens else 0
-        return -(-num_tokens // self.block_size) - held
 
     def _blocks_by_group(self, table: Any) -> list[MutableSequence[int]]:
         return [table.blocks]

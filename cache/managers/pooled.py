@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import MutableSequence
+from collections.abc import Callable, MutableSequence
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from itertools import chain
@@ -37,6 +37,16 @@ class PooledManager(CacheManager):
 
     _table_class = PooledTable
 
+    # Of a design with several groups of layers, or with windows:
+    _num_taken: Callable[..., int]
+    """Number of free blocks that a hit and the slots before a position take."""
+    _share_further: Callable[[PooledTable, Hit], None]
+    """Adds the blocks of a hit in further groups to a new table."""
+    _release_groups: Callable[[PooledTable], None]
+    """Takes back the blocks of a table in each group."""
+    _kept: Callable[[PooledTable, int, int], Items[int]]
+    """Positions, from the first to before the last, of the blocks of a table to cache."""
+
     def __init__(self, options: CacheOptions) -> None:
         super().__init__(options)
         self.pool = BlockPool(self.num_blocks, as_policy(options.policy), self._counts)
@@ -48,7 +58,7 @@ class PooledManager(CacheManager):
 
     def on_queued(self, position: tuple[int, ...], seq: Sequence | None = None) -> None:
         if "on_queued" in self.pool.policy.hooks:
-            self.pool.policy.on_queued(position, self._hasher.block_hashes(seq)[:] if seq else ())
+            self.pool.policy.on_queued(position, self._keys(seq) if seq else ())
 
     def check_invariants(self) -> None:
         super().check_invariants()
@@ -65,7 +75,7 @@ class PooledManager(CacheManager):
             num_cached, first = table.num_cached_blocks, table.num_given_back
             stored, blocks = table.seq.num_computed_tokens, table.blocks
             hashes = self._hasher.block_hashes(table.seq, table.group)
-            kept = set(self._kept(table, 0, num_cached))
+            kept = range(num_cached) if self._is_full else {*self._kept(table, 0, num_cached)}
             held = [None if b == FREED else block_hashes[b] for b in blocks]
             expected = [*hashes[:num_cached], *[None] * (len(blocks) - num_cached)]
             num_full = min(stored // self.block_size, len(hashes))
@@ -84,27 +94,31 @@ class PooledManager(CacheManager):
             )
 
     def _num_idle(self, hit: Hit) -> int:
-        return self.pool.num_revived([block for block in hit.blocks if block != FREED])
+        return self.pool.num_revived(hit.blocks)
+
+    def _keys(self, seq: Sequence, limit: int | None = None) -> list[bytes]:
+        """Keys of the first ``limit`` blocks of ``seq`` in each group."""
+        chains = (self._hasher.block_hashes(seq, group) for group in range(len(self.groups)))
+        return [key for chain in chains for key in chain[:limit]]
 
     def _begin(self, table: PooledTable, hit: Hit, end: int) -> Copies:
-        needed = self._num_to_begin(table, hit, end + table.num_lookahead_tokens)
+        slots = end + table.num_lookahead_tokens
+        if self._is_full:
+            needed = self._num_blocks_of(table, 0, slots) - len(hit.blocks) + self._num_idle(hit)
+        else:
+            needed = self._num_taken(slots, hit)
         check_free(needed, self.pool.num_free_blocks)
         if "look_up" in self.pool.policy.hooks:
-            hashes = self._hasher.block_hashes(table.seq) if self.enable_prefix_caching else ()
-            self.pool.policy.look_up(hashes[: self._max_hits(table.seq)])
+            caching = self.enable_prefix_caching
+            keys = self._keys(table.seq, self._max_hits(table.seq)) if caching else []
+            self.pool.policy.look_up(keys)
         if self._listener:
             self._notify_policy(table.seq)
         self.interruption = MIDDLE
-        self._adopt(table, hit)
-        return self._extend(table, hit.num_tokens, end)
-
-    def _num_to_begin(self, table: PooledTable, hit: Hit, end: int) -> int:
-        """Number of free blocks that ``hit`` and the slots before ``end`` take."""
-        return self._num_blocks_of(table, 0, end) - len(hit.blocks) + self._num_idle(hit)
-
-    def _adopt(self, table: PooledTable, hit: Hit) -> None:
-        """Add the blocks of ``hit`` to the new ``table``."""
         self._share_hit(table, hit.blocks)
+        if not self._is_full:
+            self._share_further(table, hit)
+        return self._extend(table, hit.num_tokens, end)
 
     def _share_hit(self, table: PooledTable, blocks: Items[int]) -> None:
         table.num_cached_blocks = len(blocks)
@@ -131,7 +145,7 @@ class PooledManager(CacheManager):
             if missing > pool.num_free_blocks:
                 raise OutOfBlocks(missing, pool.num_free_blocks)
             self.interruption = MIDDLE
-            kept = self._kept(table, first, last) if last > first else ()
+            kept = range(first, last) if self._is_full else self._kept(table, first, last)
             pool.extend(table.blocks, num_blocks, hashes, kept)
             if last > first and pool.events is not None:
                 size, seq = self.block_size, table.seq
@@ -146,19 +160,11 @@ class PooledManager(CacheManager):
                 pool.events.append(event)
             table.num_cached_blocks = last
 
-    def _kept(self, table: PooledTable, first: int, last: int) -> Items[int]:
-        """Positions, from ``first`` to ``last - 1``, of the blocks of ``table`` to cache."""
-        return range(first, last)
-
     def _blocks_by_group(self, table: PooledTable) -> list[MutableSequence[int]]:
         return [part.blocks for part in (table, *table.others)]
 
     def _release(self, table: PooledTable) -> None:
-        for part in (table, *table.others):
-            self._fill(part, 0, table.seq.num_computed_tokens)
-            self.pool.free(held(part.blocks))
-
-
-def held(blocks: list[int]) -> list[int]:
-    """``blocks`` without FREED."""
-    return [block for block in blocks if block != FREED] if FREED in blocks else blocks
+        if not self._is_full:
+            return self._release_groups(table)
+        self._fill(table, 0, table.seq.num_computed_tokens)
+        self.pool.free(table.blocks)

@@ -11,7 +11,7 @@ from cache.blocks.pool import check_free
 from cache.blocks.sequence import Sequence
 from cache.checks import at_least, true_or_false
 from cache.managers.base import FREED, MIDDLE, NOTHING, CacheOptions, Copies, Hit
-from cache.managers.pooled import PooledManager, PooledTable, held
+from cache.managers.pooled import PooledManager, PooledTable
 
 
 class VLLMv1(PooledManager):
@@ -141,42 +141,36 @@ class VLLMv1(PooledManager):
         return tables[0], (tables[1:], junction)
 
     def _num_to_admit(self, num_tokens: int, hit: Hit) -> int:
-        if self._is_full:
-            return super()._num_to_admit(num_tokens, hit)
         chunk = self.max_in_flight_tokens if len(self.groups) > 1 else None
-        return self._num_taken(num_tokens, hit, chunk)
+        return self._num_taken(num_tokens, hit, chunk, in_one_call=False)
 
-    def _num_to_begin(self, table: PooledTable, hit: Hit, end: int) -> int:
-        if self._is_full:
-            return super()._num_to_begin(table, hit, end)
-        return self._num_taken(end, hit, None)
-
-    def _num_taken(self, end: int, hit: Hit, chunk: int | None) -> int:
+    def _num_taken(
+        self, end: int, hit: Hit, chunk: int | None = None, *, in_one_call: bool = True
+    ) -> int:
         """Number of free blocks that ``hit`` and the slots before ``end`` take.
 
-        ``chunk``: number of tokens that get slots in one call; None: all tokens.
+        ``chunk``: maximum number of tokens of a call; None: no limit.  Unless ``in_one_call``, a
+        state group splits the tokens into calls.
         """
         needed, size = 0, self.block_size
         tables = hit.blocks, *_further(hit)[0]
         for number, group in enumerate(self.groups):
             blocks = tables[number] if number < len(tables) else ()
-            idle, new = self.pool.num_revived(held(list(blocks))), -(-end // size) - len(blocks)
-            if group.kind == "state" and chunk is None:
+            idle, new = self.pool.num_revived(self._held(blocks)), -(-end // size) - len(blocks)
+            if group.kind == "state" and in_one_call:
                 new = min(new, 1)
-            elif chunk is not None and group.kind != "full":
+            elif group.kind == "state" or (chunk is not None and group.kind == "window"):
                 # A hit that others use frees nothing when it is given back.
-                new = min(new, group.num_blocks_at_once(chunk, size) - idle)
+                new = min(new, group.num_blocks_at_once(chunk or 0, size) - idle)
             needed += new + idle
         return needed
 
-    def _adopt(self, table: PooledTable, hit: Hit) -> None:
-        super()._adopt(table, hit)
-        if not self._is_full:
-            others, table.junction = _further(hit)
-            table.others = [PooledTable(table.seq, group=g) for g in range(1, len(self.groups))]
-            for part, blocks in zip(table.others, others, strict=False):
-                self._share_hit(part, blocks)
-                part.junction = table.junction
+    def _share_further(self, table: PooledTable, hit: Hit) -> None:
+        others, table.junction = _further(hit)
+        table.others = [PooledTable(table.seq, group=g) for g in range(1, len(self.groups))]
+        for part, blocks in zip(table.others, others or [()] * len(table.others), strict=True):
+            self._share_hit(part, blocks)
+            part.junction = table.junction
 
     def _extend(self, table: PooledTable, start: int, end: int) -> Copies:
         size, length = self.block_size, len(table.blocks)
@@ -186,7 +180,10 @@ class VLLMv1(PooledManager):
             table.num_lookahead_tokens = 0
         if not self._is_full:
             return self._extend_groups(table, start, end, num_blocks)
-        copies = self._grow(table, start, end, num_blocks)
+        copies = []
+        if start % size and self.pool.ref_counts[table.blocks[start // size]] > 1:
+            copies = [self._copy_block(table, start // size, num_blocks)]
+        self._fill(table, num_blocks, end)
         room = len(table.blocks) * size - 1
         if room > end + size - 2:  # lookahead tokens have blocks
             room = (table.num_cached_blocks + 1) * size - 1
@@ -212,22 +209,20 @@ class VLLMv1(PooledManager):
                 self.interruption = MIDDLE
                 part.blocks += [FREED] * (length - 1 - len(part.blocks))
             table.seq.table_version += length > max(len(part.blocks), -(-end // self.block_size))
-            copies += self._grow(part, start, end, length)
+            if start % self.block_size and self._is_shared(part.blocks[start // self.block_size]):
+                copies.append(self._copy_block(part, start // self.block_size, length))
+            self._fill(part, length, end)
         return copies
 
-    def _grow(self, part: PooledTable, start: int, end: int, num_blocks: int) -> Copies:
-        """Extend ``part`` to ``num_blocks``; first copy a shared block of the token ``start``."""
-        pool, blocks, copies = self.pool, part.blocks, []
-        position, offset = divmod(start, self.block_size)
-        if offset and pool.ref_counts[shared := blocks[position]] > 1:
-            check_free(1 + max(0, num_blocks - len(blocks)), pool.num_free_blocks)
-            self.interruption = MIDDLE
-            (blocks[position],) = pool.allocate(1)
-            pool.free([shared])
-            self._counts["copied_blocks"] += 1
-            copies.append((shared, blocks[position]))
-        self._fill(part, num_blocks, end)
-        return copies
+    def _copy_block(self, part: PooledTable, position: int, num_blocks: int) -> tuple[int, int]:
+        """Replace the shared block at ``position``; ``part`` then grows to ``num_blocks``."""
+        pool, shared = self.pool, part.blocks[position]
+        check_free(1 + max(0, num_blocks - len(part.blocks)), pool.num_free_blocks)
+        self.interruption = MIDDLE
+        (part.blocks[position],) = pool.allocate(1)
+        pool.free([shared])
+        self._counts["copied_blocks"] += 1
+        return shared, part.blocks[position]
 
     def _num_new(self, part: PooledTable, start: int, end: int, num_blocks: int) -> int:
         """Number of blocks that ``part`` takes for the tokens from ``start`` to ``end``, if
@@ -238,8 +233,6 @@ class VLLMv1(PooledManager):
         return (min(1, new) if is_state else new) + copied
 
     def _kept(self, table: PooledTable, first: int, last: int) -> Items[int]:
-        if self._is_full:
-            return range(first, last)
         prompt_end = (table.seq.num_prompt_tokens - 1) // self.block_size
         group, blocks = self.groups[table.group], table.blocks
         kept = group.kept(
@@ -247,9 +240,7 @@ class VLLMv1(PooledManager):
             block_size=self.block_size, retention=self.retention,
             boundaries=(prompt_end, table.junction),
         )  # fmt: skip
-        if group.kind == "state":
-            kept = [i for i in kept if i >= len(blocks) or blocks[i] != FREED]
-        return kept
+        return [i for i in kept if i >= len(blocks) or blocks[i] != FREED]
 
     def _num_unseen(self, part: PooledTable, start: int) -> int:
         """Leading blocks of ``part`` that neither the query at ``start`` nor a later one sees."""
@@ -265,7 +256,7 @@ class VLLMv1(PooledManager):
                 with self._change:
                     self._fill(part, 0, start)  # caches a block with a token unknown until now
                     self.interruption = MIDDLE
-                    self.pool.free(held(part.blocks[first:last]))
+                    self.pool.free(self._held(part.blocks[first:last]))
                     part.blocks[first:last] = [FREED] * (last - first)
                     part.num_given_back = last
                     table.seq.table_version += 1
@@ -275,7 +266,7 @@ class VLLMv1(PooledManager):
         for part in (table, *table.others):
             needed += self._num_new(part, start, end, -(-end // self.block_size))
             unseen = part.blocks[part.num_given_back : self._num_unseen(part, start)]
-            needed -= sum(self.pool.ref_counts[block] == 1 for block in held(unseen))
+            needed -= sum(self.pool.ref_counts[block] == 1 for block in self._held(unseen))
         return needed
 
     def _is_shared(self, block: int) -> bool:
@@ -289,8 +280,20 @@ class VLLMv1(PooledManager):
             twin.blocks = part.blocks[: -(-stored // self.block_size)]
             twin.num_cached_blocks = part.num_cached_blocks
             twin.num_given_back, twin.junction = part.num_given_back, part.junction
-            self.pool.share(held(twin.blocks))
+            self.pool.share(self._held(twin.blocks))
         table.no_alloc_until = 0  # the next append may have to copy the last block
+
+    def _release_groups(self, table: PooledTable) -> None:
+        for part in (table, *table.others):
+            self._fill(part, 0, table.seq.num_computed_tokens)
+            self.pool.free(self._held(part.blocks))
+
+    def _held(self, blocks: Items[int]) -> list[int]:
+        """``blocks`` without FREED; those that are not cached come last, as ``pool.free`` needs."""
+        hashes = self.pool.block_hashes
+        return sorted(
+            (block for block in blocks if block != FREED), key=lambda block: hashes[block] is None
+        )
 
     def _forget(self) -> None:
         self.pool.reset_prefix_cache()

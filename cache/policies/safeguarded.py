@@ -18,9 +18,10 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
     continue it.  Set-aside leaves that LRU has evicted are evicted first.  Without them, another
     set-aside leaf is evicted if missing + 1 <= balance; otherwise ``policy`` names the next victim.
 
-    The bound is proven after every request and one group of layers, for serial replay of traces
-    whose ids are unique to their prefix and for managers that serve one request at a time
-    (docs/eviction-study.md lists all assumptions).  ``radix`` ranks nodes and does not call ``look_up``, so its balance stays 0.
+    The bound is proven after every request, for models with one group of layers, for serial replay
+    of traces whose ids are unique to their prefix, and for managers that serve one request at a
+    time (docs/eviction-study.md lists all assumptions).  ``radix`` ranks nodes and does not call
+    ``look_up``, so its balance stays 0.
 
     ``policy`` is the name of a policy, made with ``options``, or a policy object.  Raises
     ValueError for a negative or infinite ``budget`` or a policy that does not define ``remove``.

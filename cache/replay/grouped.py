@@ -32,7 +32,7 @@ import numba.extending
 import numpy as np
 
 from cache.blocks.groups import Group, check_retention
-from cache.checks import at_least, shown
+from cache.checks import shown
 from cache.policies.base import EvictionPolicy, RequestInfo, check_victims
 from cache.replay.compiled import next_uses_of
 from cache.replay.operations import _KINDS, _make
@@ -48,7 +48,7 @@ def replays_of(
 
     Raises the ValueErrors of ``cache.simulate``.
     """
-    tokens, size = at_least(1, "max_num_batched_tokens", tokens), trace.block_size
+    size = trace.block_size
     if size is None:
         raise ValueError(f"trace {trace.name!r} has blocks of unknown size; load it with one")
     if policy.needs_future and any(group.kind != "full" for group in groups):

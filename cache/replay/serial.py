@@ -101,6 +101,7 @@ def simulate(
     block, and TraceError for a malformed file.
     """
     capacity_blocks = at_least(1, "capacity_blocks", capacity_blocks, maximum=2**63 - 1)
+    at_least(1, "max_num_batched_tokens", max_num_batched_tokens)
     if not isinstance(counted, slice) or counted.step not in (None, 1):
         raise ValueError(f"counted={counted!r}: needs a slice of requests without a step")
     policy = as_policy(policy, **options)

@@ -109,8 +109,8 @@ class Scheduler:
         self.prefill_first = true_or_false("prefill_first", prefill_first)
         self.running: list[ScheduledSequence] = []
         self.waiting = LazyHeap[ScheduledSequence]()  # by their order
-        if self.chunked_prefill:
-            manager.max_in_flight_tokens = self.max_num_batched_tokens
+        limit = self.max_num_batched_tokens if self.chunked_prefill else None
+        manager.max_in_flight_tokens = limit
         is_whole = [group.kind for group in manager.groups] == ["full"]
         if num_host_blocks and (not is_whole or getattr(manager, "sliding_window", None)):
             raise ValueError(
@@ -214,8 +214,8 @@ class Scheduler:
                 start = seq.num_computed_tokens
                 end = self.manager.chunk_end(seq, start, start + min(count, budget))
                 count = end - start
-                if not count:
-                    break
+                if not count:  # less than a block, of a model with states
+                    continue
             elif not budget:
                 break
             while True:

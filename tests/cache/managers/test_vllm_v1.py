@@ -261,10 +261,21 @@ def test_groups_and_retention_that_do_not_fit(options, message):
         make_manager("vllm_v1", num_blocks=9, block_size=4, **options)
 
 
-@pytest.mark.parametrize("fields", [("windows",), ("window", 0), ("window",), ("full", 3)])
-def test_a_group_names_what_is_wrong(fields):
-    with pytest.raises(ValueError, match=r"kind='windows': needs one of|window=(0|3|None): "):
-        Group(*fields)
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Group("windows"), "kind='windows': needs one of full, window, state"),
+        (lambda: Group("window", 0), "window=0: needs an int of at least 1"),
+        (lambda: Group("window"), "window=None: a group of kind 'window' needs"),
+        (lambda: Group("full", 3), "window=3: a group of kind 'full' needs None"),
+        (lambda: Group(layers=-1), "layers=-1: needs a number, or a tuple of indices"),
+        (lambda: layer_groups([]), "windows is empty"),
+        (lambda: layer_groups([None, 4.5]), r"windows\[1\]=4.5: needs an int"),
+    ],
+)
+def test_a_group_names_what_is_wrong(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 @pytest.mark.parametrize(
@@ -287,7 +298,7 @@ def test_layers_are_divided_as_in_vllm(windows, sizes):
 def test_a_prompt_that_is_admitted_gets_all_its_chunks(seed):
     """While other sequences neither take nor return blocks."""
     pick = random.Random(seed)
-    size, chunk = pick.choice([1, 2, 4]), pick.randrange(4, 9)
+    size, chunk = pick.choice([1, 2, 4]), pick.choice([None, *range(4, 9)])
     others = [Group("window", pick.randrange(2, 13)), Group("state"), Group("window", 5)]
     groups = [Group(), *others[: pick.randrange(1, 4)]]
     manager = make_manager(
@@ -298,13 +309,14 @@ def test_a_prompt_that_is_admitted_gets_all_its_chunks(seed):
         seq = Sequence(seq_id, [*range(pick.randrange(1, 20)), *pick.choices(range(9), k=seq_id)])
         hit = manager.find(seq)
         if manager.can_allocate(seq, hit) is AllocStatus.OK:
-            end = manager.chunk_end(
-                seq, hit.num_tokens, min(hit.num_tokens + chunk, seq.num_tokens), hit
-            )
-            manager.admit(seq, hit, end)
+            end = hit.num_tokens
             while end < seq.num_tokens:
-                end = manager.chunk_end(seq, end, min(end + chunk, seq.num_tokens))
-                manager.append(seq, end)
+                limit = min(seq.num_tokens, end + (chunk or 99))
+                end = manager.chunk_end(seq, end, limit, hit)
+                if seq.num_computed_tokens:
+                    manager.append(seq, end)
+                else:
+                    manager.admit(seq, hit, end)
             if pick.random() < 0.6:
                 manager.free(seq)
     manager.check_invariants()
@@ -322,3 +334,29 @@ def test_a_prefix_is_one_that_all_groups_can_resume():
         manager.append(seq)
     hit = manager.find(Sequence(1, [1, 2, 2, 2, 1, 1, 2, 1, 0, 0, 2]))
     assert (hit.num_tokens, hit.match[1]) == (0, 10)
+
+
+def test_the_two_calls_of_vllm_keep_the_junction():
+    groups = [Group(), Group("window", 6)]
+    manager = make_manager("vllm_v1", num_blocks=16, block_size=4, groups=groups, retention=0)
+    hits = []
+    for tokens in ([*range(17)], [*range(8), *range(50, 59)], [*range(8), 91, 92, 93]):
+        seq = Sequence("seq", tokens)
+        blocks, num_tokens = manager.get_computed_blocks(seq)
+        manager.allocate_slots(seq, len(tokens) - num_tokens, blocks)
+        manager.free(seq)
+        hits.append(num_tokens)
+    assert hits == [0, 0, 8]
+
+
+@pytest.mark.parametrize("groups", [[Group()], [Group(), Group("window", 8)]])
+def test_a_policy_knows_the_keys_of_waiting_prompts_in_each_group(groups):
+    options = {"num_blocks": 8 * len(groups), "block_size": 4, "policy": "queue_informed"}
+    manager = make_manager("vllm_v1", groups=groups, **options)
+    texts = [[*range(first, first + 13)] for first in (0, 50)]
+    for text in texts:
+        manager.free(started(manager, 0, text))
+    manager.on_queued((0,), Sequence("waiting", texts[0]))
+    started(manager, 1, range(100, 116))  # evicts
+    waiting, other = (cached(manager, text) for text in texts)
+    assert waiting == 12 > other
