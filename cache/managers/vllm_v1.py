@@ -173,21 +173,21 @@ class VLLMv1(PooledManager):
             part.junction = table.junction
 
     def _extend(self, table: PooledTable, start: int, end: int) -> Copies:
-        size, length = self.block_size, len(table.blocks)
+        blocks, size = table.blocks, self.block_size
         num_blocks = -(-end // size)
         if table.num_lookahead_tokens:
             num_blocks = -(-(end + table.num_lookahead_tokens) // size)
             table.num_lookahead_tokens = 0
         if not self._is_full:
             return self._extend_groups(table, start, end, num_blocks)
-        copies = []
-        if start % size and self.pool.ref_counts[table.blocks[start // size]] > 1:
+        copies, length = [], len(blocks)
+        if start % size and self.pool.ref_counts[blocks[start // size]] > 1:
             copies = [self._copy_block(table, start // size, num_blocks)]
         self._fill(table, num_blocks, end)
-        room = len(table.blocks) * size - 1
+        room = len(blocks) * size - 1
         if room > end + size - 2:  # lookahead tokens have blocks
             room = (table.num_cached_blocks + 1) * size - 1
-            table.seq.table_version += len(table.blocks) > length
+            table.seq.table_version += len(blocks) > length
         table.no_alloc_until = room
         return copies
 
