@@ -94,9 +94,7 @@ class SymbolicRunner:
                     block, offset = divmod(position, self.block_size)
                     self.blocks[table[block]][offset] = digests[position]
         logits = []
-        windows = [getattr(manager, "sliding_window", None)]
-        if len(manager.groups) > 1:
-            windows = [group.window for group in manager.groups]
+        windows = [group.window for group in manager.groups]
         for seq, count in zip(step.sequences, step.counts, strict=True):
             tokens = known_tokens(seq, step)[: seq.num_computed_tokens]
             digests = self.digests(tokens, **keys_of(seq))

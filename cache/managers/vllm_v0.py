@@ -7,6 +7,7 @@ from itertools import chain, count
 from numbers import Real
 from typing import Any
 
+from cache.blocks.groups import Group
 from cache.blocks.pool import check_free
 from cache.blocks.sequence import Sequence
 from cache.checks import at_least, callable_or_none, require
@@ -112,6 +113,7 @@ class VLLMv0(CacheManager):
                 raise UnsupportedByDesign(self.name, feature)
             window = at_least(1, "sliding_window", sliding_window)
             self._window_blocks = -(-window // self.block_size)
+            self.groups = (Group("window", window),)
         if policy != "lru" and not caching:
             raise UnsupportedByDesign(self.name, f"a policy ({policy!r}) without prefix caching")
         evictor = LRUEvictor() if policy == "lru" else as_policy(policy)

@@ -111,8 +111,7 @@ class Scheduler:
         self.waiting = LazyHeap[ScheduledSequence]()  # by their order
         limit = self.max_num_batched_tokens if self.chunked_prefill else None
         manager.max_in_flight_tokens = limit
-        is_whole = [group.kind for group in manager.groups] == ["full"]
-        if num_host_blocks and (not is_whole or getattr(manager, "sliding_window", None)):
+        if num_host_blocks and [group.kind for group in manager.groups] != ["full"]:
             raise ValueError(
                 f"num_host_blocks={num_host_blocks}: with a sliding_window or several groups of "
                 "layers the manager gives back blocks, and a sequence cannot be swapped out as a "
