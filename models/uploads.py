@@ -9,11 +9,12 @@ _ALIGNMENT = 16  # in bytes: kernels access at most 16 bytes at a time
 def upload(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
     """Copy arrays to a device in one transfer, without waiting for it.
 
-    Returns tensors of the arrays' shapes and dtypes.  On a CPU these are views of the arrays.  On a
-    GPU the arrays are packed into pinned memory and copied to one new tensor; the results are views
-    of this tensor.  PyTorch caches the pinned memory and reuses it after the copy.
+    Returns contiguous tensors of the arrays' shapes and dtypes.  On a CPU they are views of the
+    arrays that are contiguous, and copies of others.  On a GPU the arrays are packed into pinned
+    memory and copied to one new tensor; the results are views of this tensor.  PyTorch caches the
+    pinned memory and reuses it after the copy.
     """
-    tensors = [torch.from_numpy(array) for array in arrays]
+    tensors = [torch.from_numpy(array).contiguous() for array in arrays]
     if device.type == "cpu":
         return tensors
     parts, size = [], 0

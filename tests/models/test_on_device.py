@@ -8,15 +8,21 @@ from tests.models.tiny import oracle_tokens, tokens_of
 MAX_TOKENS = 6
 SHARED = [(i * 37 + 11) % 97 for i in range(14)]
 PROMPTS = [SHARED, [*SHARED[:9], 1, 2, 3], [5], SHARED]
-SCARCE = {"block_size": 4, "num_blocks": 8, "max_num_seqs": 4, "max_num_batched_tokens": 8}
-"""Prompts are computed in chunks, and the cache is too small for all requests at a time."""
+SCARCE = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 8}
+NUM_BLOCKS = {"qwen3": 8, "gemma2": 8, "gemma3": 22}
+"""Prompts are computed in chunks, and the cache is too small for all requests at a time.  gemma3
+has a block table for each of its four groups of layers."""
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("variant", [0, 1])
 @pytest.mark.parametrize(
     ("manager", "preemption", "checkpoint"),
-    [("vllm_v1", "swap", "qwen3"), ("radix", "recompute", "gemma2")],
+    [
+        ("vllm_v1", "swap", "qwen3"),
+        ("radix", "recompute", "gemma2"),
+        ("vllm_v1", "recompute", "gemma3"),
+    ],
 )
 def test_tokens_are_those_of_transformers(
     manager, preemption, checkpoint, variant, overlap, device, make_llm, make_checkpoint
@@ -25,6 +31,7 @@ def test_tokens_are_those_of_transformers(
     _, oracle = make_checkpoint(checkpoint)
     expected = [oracle_tokens(oracle, prompt, MAX_TOKENS) for prompt in PROMPTS]
     options = SCARCE | {"manager": manager, "preemption": preemption, "overlap": overlap}
+    options["num_blocks"] = NUM_BLOCKS[checkpoint]
     if device.type == "cuda":
         options["cuda_graphs"] = bool(variant)
     else:
