@@ -73,20 +73,23 @@ def _without_folders(argument: str) -> str:
 def _git_state() -> tuple[str | None, bool | None]:
     """The commit, and whether any file outside results/ differs from the commit.
 
-    Without a git repository: ``PAGELAB_COMMIT`` or the installed version, and None.
+    The commit is ``PAGELAB_COMMIT``, else HEAD: the files of a copy may be newer than its HEAD.
+    If git does not have the commit: ``PAGELAB_COMMIT`` or the installed version, and None.
     """
+    named = os.environ.get("PAGELAB_COMMIT")
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(REPOSITORY), "--git-dir", ".git", *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     try:
-        commit = git("rev-parse", "HEAD").strip()
-        return commit, bool(git("status", "--porcelain", "--", ".", ":(exclude)results"))
+        commit = git("rev-parse", "--verify", f"{named or 'HEAD'}^{{commit}}").strip()
+        files = ("--", ".", ":(exclude)results")
+        new = git("ls-files", "--others", "--exclude-standard", *files)
+        return commit, bool(new or git("diff", "--name-only", commit, *files))
     except (OSError, subprocess.CalledProcessError):
         version = version_of("pagelab")
-        installed = f"none, version {version}" if version else None
-        return os.environ.get("PAGELAB_COMMIT", installed), None
+        return named or (f"none, version {version}" if version else None), None
 
 
 def version_of(package: str) -> str | None:

@@ -89,3 +89,5 @@ def test_without_a_repository_pagelab_commit_or_the_version_stands_for_the_commi
     assert environment._git_state() == ("none, version 1.2", None)
     monkeypatch.setenv("PAGELAB_COMMIT", "c0ffee")
     assert environment._git_state() == ("c0ffee", None)
+    monkeypatch.setattr(environment, "REPOSITORY", repository)
+    assert environment._git_state() == ("c0ffee", None)  # HEAD is another commit
