@@ -4,6 +4,7 @@ from cache.blocks.groups import Group, layer_groups
 from cache.blocks.memory_usage import MemoryUsage
 from cache.blocks.pool import OutOfBlocks
 from cache.blocks.sequence import MultiModalInput, Sequence
+from cache.blocks.session_hint import SessionHint
 from cache.managers import (
     MANAGERS,
     AllocStatus,
@@ -33,7 +34,7 @@ __all__ = [
     "MANAGERS", "POLICIES", "WORKLOADS", "AllocStatus", "CacheManager", "CacheStats", "ClassPolicy",
     "Clock", "EvictionPolicy", "Group", "InterruptedChange", "MemoryUsage", "MultiModalInput",
     "OutOfBlocks", "PriorityPolicy", "Sequence", "ServiceModel", "ServingReplayResult",
-    "SimulationResult", "Trace", "TraceError", "UnsupportedByDesign", "block_bytes",
+    "SessionHint", "SimulationResult", "Trace", "TraceError", "UnsupportedByDesign", "block_bytes",
     "kv_cache_shape", "kv_heads_per_rank", "layer_groups", "load_trace", "make_manager",
     "make_policy", "make_workload", "num_cpu_blocks", "num_gpu_blocks", "prompt_token_ids",
     "reservation_waste", "save_trace", "simulate", "simulate_serving", "slot_bytes",

@@ -5,6 +5,7 @@ The owner of the blocks (a block pool or the trace replay) notifies the policy:
     tell(request)           the calls that follow are about this request
     miss(key)               this content is not in the cache; evictions for it may follow
     insert(block)           the block begins to hold new content; it is in use
+    correct(request)        a client corrects its hint about a session
     release(block)          no request uses it any longer; counts as an access; it may be evicted
     pin(block)              a hit: it is in use again and must not be evicted
     evict() -> block        give up the least valuable released block
@@ -42,6 +43,13 @@ class RequestInfo(NamedTuple):
     """1 if the output ends in a tool call, 0 if not; NaN until the blocks are released."""
     ends_session: float = math.nan
     """1 for the last request of a session, 0 for others; NaN until the blocks are released."""
+    session: float = math.nan
+    """Number of the session: equal numbers mean the same session."""
+    expected_pause_ms: float = math.nan
+    """Expected time from the release of the blocks to the session's next request, as the client or
+    the trace says; NaN until the blocks are released."""
+    pause_spread: float = math.nan
+    """Standard deviation of the error of ln(expected_pause_ms), 0 for an exact pause."""
 
 
 UNKNOWN_REQUEST = RequestInfo(math.nan, math.nan, math.nan, math.nan)
@@ -67,7 +75,7 @@ class EvictionPolicy(abc.ABC):
         super().__init_subclass__(**options)
         if "name" not in vars(cls):
             cls.name = cls.__name__
-        optional = {"tell", "look_up", "on_queued", "miss", "insert", "remove"}
+        optional = {"tell", "correct", "look_up", "on_queued", "miss", "insert", "remove"}
         cls.hooks = frozenset(optional & _overridden(cls, EvictionPolicy))
         if "compilable" not in vars(cls):
             base = next(base for base in cls.__mro__[1:] if issubclass(base, EvictionPolicy))
@@ -90,6 +98,13 @@ class EvictionPolicy(abc.ABC):
 
         Called before the first miss or eviction for a request, and again before its blocks are
         released.  An engine does not call it for blocks that a request allocates while decoding.
+        """
+
+    def correct(self, request: RequestInfo) -> None:  # noqa: B027
+        """A client corrects its hint about ``request.session``, which has no running request.
+
+        ``time_ms``, ``ends_session``, ``expected_pause_ms`` and ``pause_spread`` are new; the pause
+        counts from ``time_ms``.  Other fields are NaN.  Optional.
         """
 
     def look_up(self, keys: Sequence[Hashable]) -> None:  # noqa: B027

@@ -26,6 +26,9 @@ class WrappingPolicy(EvictionPolicy):
         super().tell(request)
         self.policy.tell(request)
 
+    def correct(self, request: RequestInfo) -> None:
+        self.policy.correct(request)
+
     def look_up(self, keys: Sequence[Hashable]) -> None:
         self.policy.look_up(keys)
 

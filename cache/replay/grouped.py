@@ -21,7 +21,6 @@ A *page* is a block of one group.  A policy sees pages; page ``block * number of
 A block that is computed again joins its resident page; vLLM makes a copy and evicts one later.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -33,9 +32,9 @@ import numpy as np
 
 from cache.blocks.groups import Group, check_retention
 from cache.checks import shown
-from cache.policies.base import EvictionPolicy, RequestInfo, check_victims
+from cache.policies.base import EvictionPolicy, check_victims
 from cache.replay.compiled import next_uses_of
-from cache.replay.operations import _KINDS, _make
+from cache.replay.operations import _KINDS, _make, request_info
 from cache.traces.trace import Trace, _picked
 
 NO_PAGE, NO_CONTENT = -1, -2
@@ -129,8 +128,6 @@ def _replay_of(key: str | None) -> Callable:
         for request in range(num_requests):
             end, total, boundary = offsets[request + 1], totals[request], boundaries[request]
             num_blocks = (end - offsets[request]) // num_groups
-            row = request_facts[request]
-            facts = RequestInfo(row[0], row[1], row[2], row[3], row[4], row[5])
             policy.look_up(pages[offsets[request] : end])
             junction = boundary
             for group in range(num_groups):
@@ -166,7 +163,7 @@ def _replay_of(key: str | None) -> Callable:
                                 policy.pin(page)
                         held[group][position] = page
                 if last == hit:
-                    policy.tell(RequestInfo(row[0], row[1], math.nan, row[3], math.nan, math.nan))
+                    policy.tell(request_info(request_facts[request], False))
                 for group in range(num_groups):
                     for position in range(first[group], last):
                         page = held[group][position]
@@ -196,7 +193,7 @@ def _replay_of(key: str | None) -> Callable:
                         held[group][position] = NO_PAGE
                     behind[group] = seen_from
                 if done == total:
-                    policy.tell(facts)
+                    policy.tell(request_info(request_facts[request], True))
                 if count or done == total:
                     policy.release_many(released[:count])
                 if done == total:

@@ -111,6 +111,15 @@ def _prepare(trace: Trace, capacity: int) -> tuple[Trace, tuple]:
     return trace, (block_ids, trace.offsets, capacity, trace.request_facts, resident)
 
 
+@numba.njit(inline="always")
+def request_info(row, has_ended):
+    """``RequestInfo`` of a row of ``Trace.request_facts``, before or after the request's end."""
+    end = row[2], row[4], row[5], row[7], row[8]
+    if not has_ended:
+        end = math.nan, math.nan, math.nan, math.nan, math.nan
+    return RequestInfo(row[0], row[1], end[0], row[3], end[1], end[2], row[6], end[3], end[4])
+
+
 def _compile(key: str) -> Any:
     def run(state, block_ids, offsets, capacity, request_facts, resident):
         policy = _make(key, state)
@@ -121,15 +130,13 @@ def _compile(key: str) -> Any:
         for request in range(num_requests):
             start = offsets[request]
             blocks = block_ids[start : min(offsets[request + 1], start + capacity)]
-            row = request_facts[request]
-            facts = RequestInfo(row[0], row[1], row[2], row[3], row[4], row[5])
             policy.look_up(blocks)
             while hits[request] < len(blocks) and resident[blocks[hits[request]]]:
                 hits[request] += 1
             for block in blocks:
                 if resident[block]:
                     policy.pin(block)
-            policy.tell(RequestInfo(facts[0], facts[1], math.nan, facts[3], math.nan, math.nan))
+            policy.tell(request_info(request_facts[request], False))
             for depth in range(hits[request], len(blocks)):
                 block = blocks[depth]
                 if resident[block]:
@@ -142,7 +149,7 @@ def _compile(key: str) -> Any:
                     evictions[request] += 1
                 resident[block] = True
                 policy.insert(block, block, blocks[depth - 1] if depth else -1, depth)
-            policy.tell(facts)
+            policy.tell(request_info(request_facts[request], True))
             policy.release_many(blocks[::-1])
         return hits, evictions
 

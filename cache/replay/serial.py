@@ -33,6 +33,12 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+_NOT_YET_KNOWN = dict.fromkeys(
+    ("output_tokens", "calls_tool", "ends_session", "expected_pause_ms", "pause_spread"), math.nan
+)
+"""Fields of ``RequestInfo`` that become known at the end of a request."""
+
+
 @dataclass(frozen=True)
 class SimulationResult:
     """Result of a replay over the counted requests."""
@@ -196,7 +202,7 @@ def _replay_in_python(trace: Trace, policy: EvictionPolicy, capacity: int):
         hits[request] = missing[0] if missing else len(blocks)
         if tell is not None:
             facts = RequestInfo(*request_facts[request])
-            tell(RequestInfo(facts.time_ms, facts.prompt_tokens, math.nan, facts.prompt_blocks))
+            tell(facts._replace(**_NOT_YET_KNOWN))
         in_use = set(blocks) if len(resident) + len(missing) > capacity else ()
         for depth in missing:
             block = blocks[depth]

@@ -51,6 +51,10 @@ class TraceRequest(NamedTuple):
     """Values of the request in ``Trace.columns``."""
 
 
+_HINTS = "ends_session", "expected_pause_ms", "pause_spread"
+"""Columns with clients' hints."""
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Trace:
     """Requests in order of timestamp; ties keep the given order.
@@ -79,7 +83,9 @@ class Trace:
     (variable-length ``StringDType``).  NaN or "" means unknown.  Integers that float64 would round
     are texts.  Traces of coding agents have ``session``, ``agent`` (0: main agent), ``stop``
     (``tool_use`` or ``end_turn``), ``think_time`` (ms since the end of the agent's previous
-    answer), ``tool_tokens`` and ``system_tokens`` (both at the head of the prompt)."""
+    answer), ``tool_tokens`` and ``system_tokens`` (both at the head of the prompt).  Policies get
+    ``stop``, ``session``, and the hints ``ends_session``, ``expected_pause_ms``, ``pause_spread``
+    (``RequestInfo``)."""
 
     @classmethod
     def from_requests(
@@ -158,21 +164,40 @@ class Trace:
 
     @cached_property
     def request_facts(self) -> np.ndarray:
-        """Fields of ``RequestInfo`` for each request, ``(num_requests, 6)`` float64.
+        """Fields of ``RequestInfo`` for each request, ``(num_requests, 9)`` float64.
 
-        The columns ``stop`` and ``session`` give ``calls_tool`` and ``ends_session`` (else NaN).
+        The column ``stop`` gives ``calls_tool``.  The column ``session`` gives ``session``,
+        numbered in the order of the ids, and ``ends_session``, unless the trace has a column
+        ``ends_session``.  Without these columns, and for requests without a value, the fields are
+        NaN.  Raises ValueError, with the request, for a pause or spread that is negative or a text,
+        for ``ends_session`` other than 0 and 1, and for a session that goes on after its end.
         """
         import numpy as np
 
+        unknown = np.full(len(self), np.nan)
         stop = self.columns.get("stop", np.full(len(self), ""))
-        session = self.columns.get("session", np.full(len(self), np.nan))
+        session = self.columns.get("session", unknown)
+        _, latest, number = np.unique(session[::-1], return_index=True, return_inverse=True)
         is_last = np.zeros(len(self))
-        is_last[len(self) - 1 - np.unique(session[::-1], return_index=True)[1]] = 1
+        is_last[len(self) - 1 - latest] = 1
         calls_tool = np.where(stop == "", np.nan, stop == "tool_use")
-        is_unknown = (session == "") | (session != session)  # text, or NaN
-        ends_session = np.where(is_unknown, np.nan, is_last)
+        is_known = (session != "") & (session == session)  # neither an empty text nor NaN
+        ends = self.columns.get("ends_session", np.where(is_known, is_last, np.nan))
+        given = [self.columns.get(name, unknown) for name in ("expected_pause_ms", "pause_spread")]
+        for name, values in zip(_HINTS, (ends, *given), strict=True):
+            if values.dtype.kind != "f":
+                raise ValueError(f"column {name!r} has texts: needs numbers")
+            wrong = np.isin(values, (0, 1), invert=True) if values is ends else ~(values >= 0)
+            for request in np.flatnonzero(wrong & ~np.isnan(values))[:1]:
+                needs = "0 or 1" if values is ends else "a number of at least 0"
+                raise ValueError(f"requests[{request}]: {name}={values[request]}: needs {needs}")
+        for request in np.flatnonzero(is_known & (ends == 1) & (is_last == 0))[:1]:
+            raise ValueError(
+                f"requests[{request}]: ends_session=1, but session {session[request]} goes on"
+            )
         lengths = self.input_lengths, self.output_lengths, np.diff(self.offsets)
-        return np.column_stack((self.timestamps_ms, *lengths, calls_tool, ends_session))
+        number = np.where(is_known, number[::-1], np.nan)
+        return np.column_stack((self.timestamps_ms, *lengths, calls_tool, ends, number, *given))
 
     def take(self, indices: Sequence[int] | np.ndarray) -> Trace:
         """The requests at ``indices``.  Raises ValueError unless they ascend from 0 or more."""
