@@ -32,6 +32,7 @@ from cache.policies.reuse_oracle import ReuseOracle
 from cache.policies.s3fifo import S3FIFO
 from cache.policies.safeguarded import Safeguarded
 from cache.policies.session_end import SessionEnd
+from cache.policies.session_gap import SessionGap
 from cache.policies.sglang_slru import SGLangSLRU
 from cache.policies.sieve import Sieve
 from cache.policies.slru import SLRU
@@ -44,8 +45,8 @@ from cache.policies.wrapping import WrappingPolicy
 _BUILT_IN: tuple[type[EvictionPolicy], ...] = (
     LRU, FIFO, LFU, SLRU, LRUK, TwoQ, ARC, S3FIFO, Sieve, MQ, GDSF, Random, MRU, FILO,
     TailOptimizedLRU, WorkloadAware, RandomLeaf, Marconi, Retention,
-    SGLangSLRU, FrequencyCost, SessionEnd, TimeToLive, QueueInformed, Gittins, Safeguarded,
-    ReuseOracle, Belady,
+    SGLangSLRU, FrequencyCost, SessionEnd, SessionGap, TimeToLive, QueueInformed, Gittins,
+    Safeguarded, ReuseOracle, Belady,
 )  # fmt: skip
 
 POLICIES: dict[str, type[EvictionPolicy]] = {policy.name: policy for policy in _BUILT_IN}

@@ -24,6 +24,8 @@ class Node:
     """A number for the subclass, not negative; -1 until it is set."""
     time: float = 0.0
     """A second number for the subclass."""
+    owner: float = math.nan
+    """A third number for the subclass: ``RequestInfo.session``."""
 
 
 class LeafPolicy(EvictionPolicy):
@@ -154,6 +156,10 @@ class LeafPolicy(EvictionPolicy):
     def _first_leaf(self) -> int:
         """Remove and return the first of ``_leaves``; -1 if it is empty."""
         return self._leaves.pop()[1] if self._leaves else -1
+
+    def _children(self, block: int) -> Iterable[int]:
+        """Resident blocks that continue ``block``."""
+        return self._nodes[block].children
 
     def _inserted(self, block: int) -> None:
         """Called after ``block`` was inserted."""

@@ -19,7 +19,7 @@ from cache.replay.operations import Operations
 from cache.traces.trace import Trace
 
 _NODE = np.dtype(
-    [(name, np.float64) for name in ("value", "time")]
+    [(name, np.float64) for name in ("value", "time", "owner")]
     + [(name, np.int64) for name in ("parent", "depth", "children")]  # children: number of them
     + [(name, np.bool_) for name in ("released", "resident")],
     align=True,
@@ -67,6 +67,7 @@ def operations_of(
 def insert(self, block, key, parent, depth):
     node = self._nodes[block]
     node.parent, node.depth, node.children, node.value = parent, depth, 0, -1.0
+    node.owner = np.nan
     node.released, node.resident = False, True
     if parent >= 0:  # the parent is in use
         self._nodes[parent].children += 1

@@ -166,20 +166,22 @@ class Trace:
     def request_facts(self) -> np.ndarray:
         """Fields of ``RequestInfo`` for each request, ``(num_requests, 9)`` float64.
 
-        The column ``stop`` gives ``calls_tool``.  The column ``session`` gives ``session``,
-        numbered in the order of the ids, and ``ends_session``, unless the trace has a column
-        ``ends_session``.  Without these columns, and for requests without a value, the fields are
-        NaN.  Raises ValueError, with the request, for a pause or spread that is negative or a text,
-        for ``ends_session`` other than 0 and 1, and for a session that goes on after its end.
+        The column ``stop`` gives ``calls_tool``.  The column ``session`` gives ``ends_session``,
+        unless the trace has a column ``ends_session``.  Together with the column ``agent`` it gives
+        the number ``session``: each sub-agent counts as a session.  Without these columns, and for
+        requests without a value, the fields are NaN.
+
+        Raises ValueError, with the request, for a pause or spread that is negative or a text, for
+        ``ends_session`` other than 0 and 1, and for a session that goes on after its end.
         """
         import numpy as np
 
         unknown = np.full(len(self), np.nan)
         stop = self.columns.get("stop", np.full(len(self), ""))
         session = self.columns.get("session", unknown)
-        _, latest, number = np.unique(session[::-1], return_index=True, return_inverse=True)
+        latest, number = _latest_of_each(session)
         is_last = np.zeros(len(self))
-        is_last[len(self) - 1 - latest] = 1
+        is_last[latest] = 1
         calls_tool = np.where(stop == "", np.nan, stop == "tool_use")
         is_known = (session != "") & (session == session)  # neither an empty text nor NaN
         ends = self.columns.get("ends_session", np.where(is_known, is_last, np.nan))
@@ -191,12 +193,17 @@ class Trace:
             for request in np.flatnonzero(wrong & ~np.isnan(values))[:1]:
                 needs = "0 or 1" if values is ends else "a number of at least 0"
                 raise ValueError(f"requests[{request}]: {name}={values[request]}: needs {needs}")
-        for request in np.flatnonzero(is_known & (ends == 1) & (is_last == 0))[:1]:
+        if "agent" in self.columns:
+            _, agent = _latest_of_each(self.columns["agent"])
+            latest, number = _latest_of_each(number * len(self) + agent)
+        goes_on = is_known & (ends == 1) & ("ends_session" in self.columns)
+        goes_on[latest] = False
+        for request in np.flatnonzero(goes_on)[:1]:
             raise ValueError(
                 f"requests[{request}]: ends_session=1, but session {session[request]} goes on"
             )
         lengths = self.input_lengths, self.output_lengths, np.diff(self.offsets)
-        number = np.where(is_known, number[::-1], np.nan)
+        number = np.where(is_known, number, np.nan)
         return np.column_stack((self.timestamps_ms, *lengths, calls_tool, ends, number, *given))
 
     def take(self, indices: Sequence[int] | np.ndarray) -> Trace:
@@ -268,6 +275,14 @@ class Trace:
             f"Trace({self.name!r}, block_size={self.block_size}, requests={self.num_requests}, "
             f"block_references={self.num_block_references}, unique={self.num_unique_blocks})"
         )
+
+
+def _latest_of_each(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Index of the last of each group of equal values, and the number of each value's group."""
+    import numpy as np
+
+    _, first, number = np.unique(values[::-1], return_index=True, return_inverse=True)
+    return len(values) - 1 - first, number[::-1]
 
 
 def load_trace(

@@ -1,0 +1,134 @@
+"""Evicts from the session whose next request is expected last."""
+
+import math
+from collections.abc import Sequence
+
+from cache.checks import true_or_false
+from cache.policies.base import RequestInfo
+from cache.policies.lazy_heap import LazyHeap
+from cache.policies.leaves import LeafPolicy
+
+_NEVER = 2.0**52
+"""A session that ends at time t, in ms, is expected at _NEVER - t: the oldest is evicted first."""
+_PLACES = 2**14
+"""Number of sessions that are remembered.  A session takes the place of an earlier one."""
+_NEW = 0.3
+"""Weight of a session's latest pause in its mean."""
+_SCALE = 0.7
+"""Expected pause / (e ** predicted mean of ln(pause))."""
+
+
+class SessionGap(LeafPolicy):
+    """Evicts from the session whose next request is expected last, its tail first (PageLab).
+
+    A client tells the pause until the session's next request, and the session's end
+    (``RequestInfo``).  If no pause is told, it is predicted, unless ``predict`` is False: the mean
+    of ln(pause) of all pauses after a tool call (or after other answers, or after unknown ones),
+    plus the session's own deviation from it, a moving average.  Requests without a session are
+    expected at once.
+
+    A session that is late by some time is expected after the same time again, so without sessions
+    the policy is LRU.  A block is expected with the first of the sessions that used it.  Blocks
+    that a session's next request no longer uses are evicted first, like blocks of ended sessions.
+
+    KVFlow (arXiv 2507.07400) and Continuum (arXiv 2511.02230) use pauses in this way.
+    """
+
+    name = "session_gap"
+
+    def __init__(self, predict: bool = True) -> None:
+        self.predict = true_or_false("predict", predict)
+
+    def _reset(self) -> None:
+        # ``_leaves``: expected leaves, last first; ``_due``: the same leaves, first first.
+        self._due: LazyHeap[int] = LazyHeap()
+        self._late: LazyHeap[int] = LazyHeap()
+        # By kind of answer (no tool call, tool call, unknown): number of pauses, mean of ln(pause).
+        self._count, self._mean = [0.0] * 3, [math.log(10_000.0)] * 3
+        # By place: session, end of its latest request, kind of its answer, deviation of its pauses.
+        self._session, self._ended = [-1.0] * _PLACES, [0.0] * _PLACES
+        self._kind, self._deviation = [0.0] * _PLACES, [0.0] * _PLACES
+
+    def _access(self, blocks: Sequence[int]) -> None:
+        session = self._request.session
+        expected = self._expected(self._request)
+        below = -1
+        for block in blocks:
+            if self._nodes[block].owner == session:
+                for child in self._children(block):
+                    if child != below:
+                        self._expect(child, session, _NEVER - self._now)
+                break
+            below = block
+        for block in blocks:
+            node = self._nodes[block]
+            if node.owner == session or abs(node.value - self._now) >= abs(expected - self._now):
+                node.value, node.owner = expected, session
+
+    def _expected(self, request: RequestInfo) -> float:
+        """Time of the session's next request, in ms; the current time if the session is unknown."""
+        pause = request.expected_pause_ms
+        if request.session >= 0 and self.predict:
+            predicted = self._predicted(request)
+            pause = pause if pause >= 0 else predicted
+        if request.ends_session == 1.0:
+            return _NEVER - self._now
+        return self._now + pause if pause > 0 else self._now
+
+    def _predicted(self, request: RequestInfo) -> float:
+        """Learn from the pause before ``request``, and predict the pause after it, in ms."""
+        place = int(request.session) % _PLACES
+        kind = int(request.calls_tool) if request.calls_tool >= 0 else 2
+        if self._session[place] == request.session:
+            before = int(self._kind[place])
+            pause = math.log(max(self._now - self._ended[place], 1.0))
+            self._count[before] += 1.0
+            self._mean[before] += (pause - self._mean[before]) / self._count[before]
+            error = pause - self._mean[before] - self._deviation[place]
+            self._deviation[place] += _NEW * error
+        else:
+            self._session[place], self._deviation[place] = request.session, 0.0
+        self._ended[place], self._kind[place] = self._now, kind
+        return _SCALE * math.exp(self._mean[kind] + self._deviation[place])
+
+    def _expect(self, block: int, session: float, expected: float) -> None:
+        """Set the time for ``block`` and the released blocks of ``session`` that continue it."""
+        blocks = [block]
+        for at in blocks:  # the list grows in the loop
+            node = self._nodes[at]
+            if node.released and node.owner == session:
+                num_blocks = len(blocks)
+                for child in self._children(at):
+                    blocks.append(child)
+                if len(blocks) > num_blocks:
+                    node.value = expected
+                else:
+                    self._withdraw(at)
+                    node.value = expected
+                    self._offer(at)
+
+    def _offer(self, block: int) -> None:
+        expected = self._nodes[block].value
+        if expected <= self._now:
+            self._late.push(block, expected)
+        else:
+            self._leaves.push(block, -expected)
+            self._due.push(block, expected)
+
+    def _withdraw(self, block: int) -> None:
+        if block in self._late:
+            self._late.remove(block)
+        else:
+            self._leaves.remove(block)
+            self._due.remove(block)
+
+    def _take(self) -> int:
+        while self._due.least() <= self._now:
+            expected, block = self._due.pop()
+            self._leaves.remove(block)
+            self._late.push(block, expected)
+        if self._now - self._late.least() >= -self._leaves.least() - self._now:
+            return self._late.pop()[1] if self._late.least() < math.inf else -1
+        block = self._leaves.pop()[1]
+        self._due.remove(block)
+        return block
