@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from cache import CacheManager, EvictionPolicy, Group, make_manager, num_cpu_blocks, num_gpu_blocks
+from cache.blocks.session_hint import SessionHint
 from cache.checks import at_least, shown
 from cache.serving.engine import Engine
 from cache.serving.outputs import RequestOutput, TokenOutput
@@ -329,6 +330,18 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached K/V, for example for new weights; see ``Engine.reset_prefix_cache``."""
         return self._streams.reset_prefix_cache()
+
+    def hint_session(self, hint: SessionHint) -> None:
+        """Correct the hint about a session, see ``Engine.hint_session``.
+
+        An agent guesses the duration of its next tool, and corrects the guess when the tool runs:
+
+            guess = SessionHint("agent-7", expected_pause_ms=2000, pause_spread=1)
+            llm.generate(prompt, SamplingParams(session=guess))
+            llm.hint_session(SessionHint("agent-7", expected_pause_ms=60_000, pause_spread=0.1))
+            llm.generate(last_prompt, SamplingParams(session=SessionHint("agent-7", ends=True)))
+        """
+        self._streams.hint_session(hint)
 
     def abort(self, request_id: int) -> None:
         """Cancel a request that ``stream`` serves.  The stream then yields its outputs so far.

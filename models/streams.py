@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
+from cache.blocks.session_hint import SessionHint
 from cache.serving.outputs import RequestOutput, TokenOutput
 from cache.serving.request import Request
 from cache.serving.sampling_params import SamplingParams
@@ -123,6 +124,11 @@ class Streams:
         """Forget all cached K/V.  Returns False, doing nothing, while a request is being served."""
         with self._lock:
             return self._engine.reset_prefix_cache()
+
+    def hint_session(self, hint: SessionHint) -> None:
+        """Replace the hint about a session, see ``Engine.hint_session``."""
+        with self._lock:
+            self._engine.hint_session(hint)
 
     def _events(self, requests: dict[int, NewRequest]) -> Generator[Any]:
         try:

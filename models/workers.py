@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cache.blocks.session_hint import SessionHint
 from cache.serving.engine import Engine
 from cache.serving.outputs import TokenOutput
 from cache.serving.request import Request
@@ -95,6 +96,10 @@ class LeadingEngine:
         if done:
             self.workers.call("reset_prefix_cache")
         return done
+
+    def hint_session(self, hint: SessionHint) -> None:
+        self._engine.hint_session(hint)
+        self.workers.call("hint_session", hint)
 
     def abort(self, request_id: int) -> Request:
         request = self._engine.abort(request_id)

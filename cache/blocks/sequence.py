@@ -42,8 +42,8 @@ class Sequence:
         num_computed_tokens: number of leading tokens that have a slot.  They are computed, or the
             scheduled step computes them.
         table_version: number that rises whenever the block table may have changed.
-        hints: ``calls_tool`` and ``ends_session`` of the policies' ``RequestInfo``, if they are
-            known.  The policy gets them when the sequence has finished.
+        hints: fields of the policies' ``RequestInfo`` from ``calls_tool`` on, as far as known.  The
+            policy gets the session in every call, the other fields when the sequence has finished.
         keyed_length: position in tokens; no block that begins there or later has extra keys.
         hash_chains: (algorithm, block size, group of layers) -> keys of the full blocks.
             BlockHasher adds them.

@@ -55,8 +55,8 @@ class SessionHint:
         """The session as ``RequestInfo.session``: an int itself, 52 bits of a text's hash."""
         if isinstance(self.session, int):
             return float(self.session)
-        digest = hashlib.blake2b(self.session.encode(), digest_size=8).digest()
-        return float(int.from_bytes(digest) >> 12)
+        code = hashlib.blake2b(self.session.encode(errors="surrogatepass"), digest_size=8).digest()
+        return float(int.from_bytes(code) >> 12)
 
     @property
     def numbers(self) -> tuple[float, ...]:

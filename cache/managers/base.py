@@ -24,9 +24,9 @@ is unknown at that call, the block can be found after the next call about the se
 A call that raises changes nothing, with two exceptions.  First, ``vllm_v1`` frees the blocks behind
 a window or a state even if the call then raises OutOfBlocks.  Second, a change that
 is interrupted cannot be undone.  A KeyboardInterrupt can interrupt it, or an error in a method of
-the policy other than ``tell``, ``look_up`` and ``on_queued``.  Every later call about a sequence or
-cached content then raises InterruptedChange, which names the error.  A KeyboardInterrupt at the end
-of a call may also come after a complete change.
+the policy other than ``tell``, ``correct``, ``look_up`` and ``on_queued``.  Every later call about
+a sequence, a session or cached content then raises InterruptedChange, which names the error.  A
+KeyboardInterrupt at the end of a call may also come after a complete change.
 
 ``copies`` are valid until the next call that changes the manager.  Run them in order, before any K
 or V is written.  If a sequence is freed first, its copies need not be run.
@@ -47,7 +47,8 @@ from cache.blocks.groups import Group
 from cache.blocks.hashing import HASH_ALGORITHMS, BlockHasher
 from cache.blocks.memory_usage import MemoryUsage
 from cache.blocks.sequence import Sequence
-from cache.checks import as_int, at_least, require, true_or_false
+from cache.blocks.session_hint import SessionHint
+from cache.checks import as_int, at_least, require, shown, true_or_false
 from cache.policies.base import EvictionPolicy, RequestInfo
 
 Copies = list[tuple[int, int]]
@@ -235,6 +236,8 @@ class CacheManager(abc.ABC):
 
     _listener: Callable[[RequestInfo], None] | None = None
     """The policy's ``tell``, if the policy overrides it."""
+    _policy: EvictionPolicy | None = None
+    """The policy, if the design uses one."""
 
     _table_class: ClassVar[type[Table]] = Table
 
@@ -288,6 +291,18 @@ class CacheManager(abc.ABC):
 
         Only designs with a block pool tell the policy, and only if it defines ``on_queued``.
         """
+
+    def correct(self, hint: SessionHint) -> None:
+        """Give a corrected ``hint`` to the policy, if it defines ``correct``.  Moves no block.
+
+        Raises ValueError unless ``hint`` is a SessionHint.
+        """
+        if not isinstance(hint, SessionHint):
+            raise ValueError(f"hint={shown(hint)}: needs a SessionHint")
+        self._check_usable()
+        if self._policy is not None and "correct" in self._policy.hooks:
+            time_ms = 1000 * self.clock() if self.clock else math.nan
+            self._policy.correct(RequestInfo(time_ms, *[math.nan] * 3, *hint.numbers))
 
     def find(self, seq: Sequence, limit: int | None = None) -> Hit:
         """Look up the cached prefix of ``seq``, up to ``limit`` blocks.  Changes nothing.
@@ -503,9 +518,8 @@ class CacheManager(abc.ABC):
         ``is_finished``: True if it is finished, False if it is preempted.
         """
         table = self._table_of(seq)
-        hints = table.seq.hints if is_finished else ()
         known = table.seq.num_tokens - table.seq.num_unknown_tokens
-        self._notify_policy(table.seq, known - table.seq.num_prompt_tokens, hints)
+        self._notify_policy(table.seq, known - table.seq.num_prompt_tokens, is_finished)
         with self._change:
             self.interruption = MIDDLE
             self._release(table)
@@ -629,13 +643,14 @@ class CacheManager(abc.ABC):
         return table
 
     def _notify_policy(
-        self, seq: Sequence, output_tokens: float = math.nan, hints: Items[float] = ()
+        self, seq: Sequence, output_tokens: float = math.nan, is_finished: bool = False
     ) -> None:
         """Tell the policy which request causes the next calls."""
         if self._listener:
             time_ms = 1000 * self.clock() if self.clock else math.nan
             prompt = seq.num_prompt_tokens
             blocks = prompt // self.block_size
+            hints = seq.hints if is_finished else (math.nan, math.nan, *seq.hints[2:3])
             self._listener(RequestInfo(time_ms, prompt, output_tokens, blocks, *hints))
 
     @abc.abstractmethod

@@ -50,6 +50,7 @@ class PooledManager(CacheManager):
     def __init__(self, options: CacheOptions) -> None:
         super().__init__(options)
         self.pool = BlockPool(self.num_blocks, as_policy(options.policy), self._counts)
+        self._policy = self.pool.policy
         self._listener = self.pool.policy.tell if "tell" in self.pool.policy.hooks else None
 
     @property

@@ -116,7 +116,7 @@ class VLLMv0(CacheManager):
             self.groups = (Group("window", window),)
         if policy != "lru" and not caching:
             raise UnsupportedByDesign(self.name, f"a policy ({policy!r}) without prefix caching")
-        evictor = LRUEvictor() if policy == "lru" else as_policy(policy)
+        self._policy = evictor = LRUEvictor() if policy == "lru" else as_policy(policy)
         self._listener = evictor.tell if "tell" in evictor.hooks else None
         self.gpu = BlockAllocator(self.num_blocks, evictor, caching)
         self.cpu = BlockAllocator(self.num_cpu_blocks, LRUEvictor(), caching)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from cache.blocks.sequence import Sequence, pack_token_ids
+from cache.blocks.session_hint import SessionHint
 from cache.checks import as_int, shown
 from cache.managers.base import CacheManager, UnsupportedByDesign
 from cache.serving.beam_search import BeamSearch
@@ -123,6 +124,7 @@ class Engine:
         self._request_ids = itertools.count()
         self._seq_ids = itertools.count()
         self._beam_searches: dict[int, BeamSearch] = {}  # of unfinished requests
+        self._ended_sessions: dict[str | int, None] = {}  # the latest ones
         self._can_fork = self.manager.can_fork
 
     @property
@@ -141,6 +143,7 @@ class Engine:
         """The packed token ids of a request.  Raises the errors that ``add`` would raise for it."""
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params={params!r}: needs SamplingParams")
+        self._check_session(params.session)
         try:
             prompt_token_ids = pack_token_ids(prompt_token_ids)
         except Exception as error:  # iterators raise any
@@ -169,6 +172,10 @@ class Engine:
         if params.stop and self.new_decoder is None:
             raise ValueError(f"stop={params.stop!r}: texts need a tokenizer; give stop_token_ids")
         return prompt_token_ids
+
+    def _check_session(self, hint: SessionHint | None) -> None:
+        if hint is not None and hint.session in self._ended_sessions:
+            raise ValueError(f"session={shown(hint.session)}: has ended; needs a new session")
 
     def _check_beam_search(self, prompt_length: int, max_tokens: int, width: int) -> None:
         if not self._can_fork:
@@ -209,9 +216,10 @@ class Engine:
         priority: the lower, the earlier it is served; for ``Scheduler(policy="priority")``.
 
         Raises ValueError for a prompt that is empty, has ids out of range, or does not fit, for
-        keys that cannot be hashed, for a priority with "fcfs", and for more beams than max_num_seqs
-        or the cache allows; UnsupportedByDesign for beam search with a manager that cannot fork.
-        If it raises, also after an interrupt or an error of the policy, nothing is added.
+        keys that cannot be hashed, for a priority with "fcfs", for a session that has ended, and
+        for more beams than max_num_seqs or the cache allows; UnsupportedByDesign for beam search
+        with a manager that cannot fork.  If it raises, also after an interrupt or an error of the
+        policy, nothing is added.
         """
         keys: dict[str, Any] = {"cache_salt": cache_salt, "lora_name": lora_name}
         keys["mm_inputs"] = mm_inputs
@@ -233,6 +241,8 @@ class Engine:
         for index in range(0, num_outputs, group):  # the first of a group is forked
             seq = ScheduledSequence(next(self._seq_ids), prompt_token_ids, request, index, **keys)
             seq.num_pending_forks = min(group, num_outputs - index) - 1
+            if params.session is not None:
+                seq.hints = params.session.numbers
             request.sequences.append(seq)
         try:
             for seq in request.sequences:
@@ -248,6 +258,33 @@ class Engine:
             for seq in request.sequences:
                 self.scheduler.withdraw(seq)
             raise
+
+    def hint_session(self, hint: SessionHint) -> None:
+        """Replace the hint of a session's unfinished requests.  Without them, tell the policy now.
+
+        A pause that is told now counts from now.  A hint with ``ends=True`` ends the session: now,
+        or when a request with this hint finishes without being cancelled.  Raises ValueError for a
+        session that has ended (the engine remembers the last 4,096), and for anything but a
+        SessionHint.
+        """
+        if not isinstance(hint, SessionHint):
+            raise ValueError(f"hint={shown(hint)}: needs a SessionHint")
+        self._check_session(hint)
+        hints = [(request, request.params.session) for request in self.requests.values()]
+        requests = [request for request, old in hints if old and old.session == hint.session]
+        for request in requests:
+            request.params = replace(request.params, session=hint)
+            for seq in request.sequences:
+                seq.hints = hint.numbers
+        if not requests:
+            self.manager.correct(hint)
+            self._note_end(hint)
+
+    def _note_end(self, hint: SessionHint | None) -> None:
+        if hint is not None and hint.ends:
+            self._ended_sessions[hint.session] = None
+            if len(self._ended_sessions) > 4096:
+                del self._ended_sessions[next(iter(self._ended_sessions))]
 
     def abort(self, request_id: int) -> Request:
         """Cancel an unfinished request.  It keeps its tokens.  KeyError if there is none."""
@@ -548,8 +585,10 @@ class Engine:
             lengths = [seq.num_output_tokens for seq in request.sequences]
         stats = request.stats
         stats.finish_time = self.clock()
-        ended = (FinishReason.ABORT, FinishReason.ERROR)
-        stats.was_aborted = any(seq.finish_reason in ended for seq in request.sequences)
+        reasons = {seq.finish_reason for seq in request.sequences}
+        stats.was_aborted = not reasons.isdisjoint((FinishReason.ABORT, FinishReason.ERROR))
+        if FinishReason.ABORT not in reasons:
+            self._note_end(request.params.session)
         stats.num_output_tokens = sum(lengths)
         stats.longest_output = max(lengths, default=0)
 

@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from numbers import Real
 from typing import Any
 
+from cache.blocks.session_hint import SessionHint
 from cache.checks import as_int, shown, true_or_false
 
 MAX_N = 16_384
@@ -43,6 +44,8 @@ class SamplingParams:
             Other requests find its blocks.
         beam_width: number of beams of a beam search, which returns the n best; None samples.
         length_penalty: beams are ranked by sum(log p) / number of tokens ** length_penalty.
+        session: hint for the eviction policy about the session of the request.  A plain id, a text
+            or an int, is stored as SessionHint(id).  None: the request has no session.
 
     Raises ValueError naming the argument for values outside these ranges.
     """
@@ -66,6 +69,7 @@ class SamplingParams:
     skip_reading_prefix_cache: bool = False
     beam_width: int | None = None
     length_penalty: float = 1.0
+    session: SessionHint | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -204,5 +208,9 @@ _FIELDS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], bool], str]] = {
         _int_or_none, lambda v: v is None or v >= 1, "an int of at least 1, or None"
     ),
     "length_penalty": (_number, lambda v: abs(v) <= 100, "a number from -100 to 100"),
+    "session": (
+        lambda v: v if v is None or isinstance(v, SessionHint) else SessionHint(v),
+        lambda v: True, "a SessionHint, None, or a session's id: a text or an int below 2**53",
+    ),
 }  # fmt: skip
 """By field: its conversion, a test of the value, and the words of the error for a bad one."""

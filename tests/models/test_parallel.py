@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from cache import SessionHint
 from models import LLM, SamplingParams
 from models.parallel import TensorParallel, join_tensor_parallel
 from models.workers import has_workers, start_workers
@@ -62,8 +63,9 @@ def test_the_library_starts_the_other_rank_itself(make_checkpoint):
     of_others = set(multiprocessing.active_children())
     llm = LLM(folder, tensor_parallel_size=2, block_size=4, num_blocks=12)
     try:
-        greedy = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=10))
+        greedy = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=10, session="a"))
         assert [[output.outputs[0].token_ids] for output in greedy] == alone[:3]
+        llm.hint_session(SessionHint("a", ends=True))  # the workers hear it as well
         stream = llm.stream(PROMPTS[0], SamplingParams(temperature=0, max_tokens=10))
         next(stream)
         stream.close()  # the workers must abort as well

@@ -2,15 +2,17 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from cache import POLICIES, SessionHint
 from models import LLM, SaltedPrompt, SamplingParams, TokenOutput
 from models.generate import main
-from tests.models.tiny import LOGIT_ERROR, oracle_tokens, tokens_of
+from tests.models.tiny import LOGIT_ERROR, oracle_tokens, tiny_config, tokens_of
 
 PROMPT = [(i * 37 + 11) % 97 for i in range(26)]
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
@@ -190,6 +192,37 @@ def test_reset_prefix_cache(make_llm):
     stream.close()
     assert llm.reset_prefix_cache()
     assert llm.generate(PROMPT, GREEDY)[0].stats.num_cached_tokens == 0
+
+
+def test_a_client_speaks_of_a_session_until_it_ends():
+    class Listener(POLICIES["lru"]):
+        def tell(self, request):
+            told.append(request)
+
+        correct = tell
+
+    told, last = [], SamplingParams(session=SessionHint("a", ends=True))
+    llm = LLM(tiny_config(), policy=Listener(), block_size=1, num_blocks=6)
+    stream = llm.stream([1, 2], SamplingParams(n=2, max_tokens=4, session="a"))
+    next(stream)
+    llm.hint_session(SessionHint("a", expected_pause_ms=50))
+    *_, output = stream
+    assert output.stats.num_preemptions > 0
+    llm.hint_session(SessionHint("a", expected_pause_ms=7))
+    pauses = [request.expected_pause_ms for request in told]
+    assert [pause for pause in pauses if not math.isnan(pause)] == [50, 50, 7]
+    assert {request.session for request in told} == {SessionHint("a").number}
+    llm.stream([1], last).close()  # a cancelled request ends no session
+    llm.generate([1], last)
+    assert told[-1].ends_session == 1
+    with pytest.raises(ValueError, match=r"prompts\[0\]: session='a': has ended"):
+        llm.generate([1], last)
+    for hint, message in ((last.session, "session='a': has ended"), ("a", "hint='a': needs")):
+        with pytest.raises(ValueError, match=message):
+            llm.hint_session(hint)
+    for number in range(4096):
+        llm.hint_session(SessionHint(number, ends=True))
+    llm.generate([1], last)  # forgotten
 
 
 TEMPLATE = """\

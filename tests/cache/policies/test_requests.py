@@ -5,7 +5,6 @@ import pytest
 
 import cache
 from cache.policies import RequestInfo
-from cache.serving import open_loop
 from tests.cache.prefix_traces import trace_of
 
 
@@ -16,6 +15,8 @@ class Listener(cache.policies.POLICIES["fifo"]):
 
     def tell(self, request):
         self.told.append(request)
+
+    correct = tell
 
 
 def test_a_replay_reports_each_request_twice():
@@ -30,12 +31,17 @@ def test_a_replay_reports_each_request_twice():
     assert np.isnan(first.output_tokens)
     assert first._replace(output_tokens=1)[:4] == at_release[:4]
     assert second[:2] == (1.0, 4)
+    manager = cache.make_manager("vllm_v1", num_blocks=9, block_size=4, policy=listener)
+    cache.simulate_serving(trace, manager=manager)
+    assert sum(request.ends_session == 1.0 for request in listener.told) == 1
 
 
+@pytest.mark.parametrize("wrapper", [None, "queue_informed", "safeguarded"])
 @pytest.mark.parametrize("name", ["nano_vllm", "vllm_v0", "vllm_v1", "radix"])
-def test_a_manager_reports_requests(name):
+def test_a_manager_reports_requests(name, wrapper):
     listener = Listener()
-    manager = cache.make_manager(name, num_blocks=4, block_size=2, policy=listener)
+    policy = cache.make_policy(wrapper, policy=listener) if wrapper else listener
+    manager = cache.make_manager(name, num_blocks=4, block_size=2, policy=policy)
     seq = cache.Sequence(0, [1, 2, 3])
     manager.clock = lambda: 1.5
     manager.allocate(seq)
@@ -45,15 +51,20 @@ def test_a_manager_reports_requests(name):
     assert listener.told[-1][:4] == (1500.0, 3, 1, 1)
     assert np.isnan((listener.told[0].output_tokens, listener.told[-1].calls_tool)).all()
     manager.clock = None
-    seq.hints = 0.0, 1.0
-    manager.allocate(seq)
-    assert np.isnan(listener.told[-1].ends_session)
-    manager.free(seq, is_finished=False)
-    assert np.isnan(listener.told[-1].ends_session)
-    manager.allocate(seq)
-    manager.free(seq)
-    assert listener.told[-1][4:] == seq.hints
-    assert np.isnan(listener.told[-1].time_ms)
+    hint = cache.SessionHint("a", expected_pause_ms=20, pause_spread=0.5)
+    seq.hints = hint.numbers
+    for is_finished in (False, True):
+        manager.allocate(seq)
+        manager.free(seq, is_finished)
+    manager.correct(hint)
+    session_only = [np.nan, np.nan, hint.number, np.nan, np.nan]
+    told = np.array(listener.told[-5:])
+    np.testing.assert_array_equal(told[:, 4:], [session_only] * 3 + [hint.numbers] * 2)
+    assert np.isnan(told[:, 0]).all()
+    assert np.isnan(told[-1, :4]).all()
+    with pytest.raises(ValueError, match="hint='a': needs a SessionHint"):
+        manager.correct("a")
+    cache.make_manager(name, num_blocks=4, block_size=2).correct(hint)  # lru ignores it
 
 
 @pytest.mark.parametrize("name", ["nano_vllm", "vllm_v0", "vllm_v1"])
@@ -85,20 +96,6 @@ def test_a_manager_reports_what_an_admitted_request_asks_for(name):
     own = [call for call in calls if call != "miss"]
     assert own == [("look_up", 1), "free", ("look_up", 2), "pin", "pin", "free"]
     assert calls.index("miss") > 0
-
-
-def test_hints_are_told_when_a_request_ends_and_not_when_it_is_preempted():
-    listener = Listener()
-    manager = cache.make_manager("vllm_v1", num_blocks=6, block_size=1, policy=listener)
-    engine = open_loop.engine_without_model(
-        manager, max_num_seqs=2, max_num_batched_tokens=64, max_model_len=6
-    )
-    hints, service = [(0.0, 1.0)] * 2, open_loop.ServiceModel()
-    run = open_loop.serve(
-        engine, [[1, 2], [3, 4]], [4, 4], [0.0, 0.0], hints=hints, service=service
-    )
-    assert sum(request.num_preemptions for request in run.requests) > 0
-    assert sum(request.ends_session == 1.0 for request in listener.told) == 2
 
 
 class ShortestPrompt(cache.PriorityPolicy):

@@ -33,6 +33,7 @@ from cache.serving.sampling_params import SamplingParams
         ({"stop_token_ids": "ab"}, "stop_token_ids='ab'"),
         ({"stop_token_ids": [-1]}, r"stop_token_ids=\[-1\]"),
         ({"length_penalty": None}, "length_penalty=None"),
+        ({"session": 1.5}, "session=1.5: needs a SessionHint, None, or a session's id"),
         ({"beam_width": 2, "n": 3}, "beam_width=2: needs an int of at least n=3"),
         ({"length_penalty": math.inf}, "length_penalty=inf"),
         ({"beam_width": 2, "stop": "x"}, "has no meaning for beam search"),
