@@ -157,9 +157,9 @@ class LeafPolicy(EvictionPolicy):
         """Remove and return the first of ``_leaves``; -1 if it is empty."""
         return self._leaves.pop()[1] if self._leaves else -1
 
-    def _children(self, block: int) -> Iterable[int]:
-        """Resident blocks that continue ``block``."""
-        return self._nodes[block].children
+    def _holds(self, block: int) -> bool:
+        """Whether ``block`` holds content."""
+        return block in self._nodes
 
     def _inserted(self, block: int) -> None:
         """Called after ``block`` was inserted."""

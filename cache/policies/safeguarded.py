@@ -2,7 +2,7 @@
 
 import math
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 from cache.policies.base import EvictionPolicy, RequestInfo, wrong_victim
 from cache.policies.leaves import LeafPolicy
@@ -197,6 +197,9 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
                 if node.released and node.value < 0:
                     self.policy.remove(child)
                     blocks.append(child)
+
+    def _children(self, block: int) -> Iterable[int]:
+        return self._nodes[block].children
 
     def _gone(self, block: int) -> None:
         if self._nodes[block].value < 0:

@@ -49,32 +49,44 @@ class SessionGap(LeafPolicy):
         # By kind of answer (no tool call, tool call, unknown): number of pauses, mean of ln(pause).
         self._count, self._mean = [0.0] * 3, [math.log(10_000.0)] * 3
         self._median = 0.0  # of the errors of predicted ln(pause)
-        # By place: session, end of its latest request, kind of its answer, deviation of its pauses.
-        self._session, self._ended = [-1.0] * _PLACES, [0.0] * _PLACES
+        # By place: session; of its latest request: deepest block, end, kind; mean deviation.
+        self._session, self._tail = [-1.0] * _PLACES, [-1.0] * _PLACES
+        self._ended = [0.0] * _PLACES
         self._kind, self._deviation = [0.0] * _PLACES, [0.0] * _PLACES
 
     def correct(self, request: RequestInfo) -> None:
         self.tell(request)
-        for block, node in self._nodes.items():
-            if node.released and node.owner == request.session:
-                self._postpone(block, self._expected(request))
+        self._postpone(request.session, self._expected(request))
 
     def _access(self, blocks: Sequence[int]) -> None:
         self._now = self._latest = max(self._now, self._latest + _TICK)
         session = self._request.session
         expected = self._expected(self._request)
-        below = -1
-        for block in blocks:
-            if self._nodes[block].owner == session:
-                for child in self._children(block):
-                    if child != below:
-                        self._expect(child, session, _NEVER - self._now)
-                break
-            below = block
+        if session >= 0 and len(blocks):
+            self._postpone(session, _NEVER - self._now)  # blocks that the session no longer uses
+            place = int(session) % _PLACES
+            self._session[place], self._tail[place] = session, blocks[0]
         for block in blocks:
             node = self._nodes[block]
-            if node.owner == session or abs(node.value - self._now) >= abs(expected - self._now):
+            sooner = abs(node.value - self._now) >= abs(expected - self._now)
+            if sooner or node.owner == session or node.value < 0.0:
                 node.value, node.owner = expected, session
+
+    def _postpone(self, session: float, expected: float) -> None:
+        """Set the time for the released blocks of the latest request of ``session``."""
+        place = int(session) % _PLACES
+        block = int(self._tail[place]) if self._session[place] == session else -1
+        while block >= 0 and self._holds(block):
+            node = self._nodes[block]
+            if not node.released or node.owner != session:
+                break
+            is_leaf = not node.children
+            if is_leaf:
+                self._withdraw(block)
+            node.value = expected
+            if is_leaf:
+                self._offer(block)
+            block = node.parent
 
     def _expected(self, request: RequestInfo) -> float:
         """Time of the session's next request, in ms; the current time if the session is unknown."""
@@ -99,27 +111,9 @@ class SessionGap(LeafPolicy):
             self._deviation[place] += _NEW * error
             self._median += math.copysign(_STEP, error - self._median)
         else:
-            self._session[place], self._deviation[place] = request.session, 0.0
+            self._deviation[place] = 0.0
         self._ended[place], self._kind[place] = self._now, kind
         return math.exp(self._median + self._mean[kind] + self._deviation[place])
-
-    def _expect(self, block: int, session: float, expected: float) -> None:
-        """Set the time for ``block`` and the released blocks of ``session`` that continue it."""
-        blocks = [block]
-        for at in blocks:  # the list grows in the loop
-            node = self._nodes[at]
-            if node.released and node.owner == session:
-                for child in self._children(at):
-                    blocks.append(child)
-                self._postpone(at, expected)
-
-    def _postpone(self, block: int, expected: float) -> None:
-        node, is_leaf = self._nodes[block], not self._nodes[block].children
-        if is_leaf:
-            self._withdraw(block)
-        node.value = expected
-        if is_leaf:
-            self._offer(block)
 
     def _offer(self, block: int) -> None:
         expected = self._nodes[block].value

@@ -108,6 +108,7 @@ _METHODS |= {
     "_first_leaf": lambda self: self._leaves.pop()[1],
     "_draw": lambda self: self._unmarked.draw(),
     "_block_with": lambda self, key: key if self._nodes[key].resident else -1,
+    "_holds": lambda self, block: self._nodes[block].resident,
     "_key_of": lambda self, block: block,
     "_content": lambda self, block: block,
     "_num_nodes": lambda self: self._capacity,
