@@ -25,6 +25,7 @@ number of waiting requests, so ``queue_informed`` and ``lru`` also run at a high
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -96,8 +97,15 @@ def cells(options: EvictionServing) -> Iterator[EvictionServing]:
 
 
 def run_cell(cell: EvictionServing) -> list[dict[str, Any]]:
-    whole, clock = workloads.load(cell.trace), _clock(cell.host_ms)
-    trace = _served(cell.trace)
+    return [row_of(cell, served(cell.trace), policy_spec(cell.policy))]
+
+
+def row_of(
+    cell: EvictionServing, trace: cache.Trace, policy: str | cache.EvictionPolicy
+) -> dict[str, Any]:
+    """Serve ``trace`` (from ``served``, perhaps with other hints) with ``policy`` in the cell's
+    pool, or in its tier if there is one; returns the row of the table."""
+    clock = _clock(cell.host_ms)
     assert trace.block_size is not None
     block_bytes = trace.block_size * clock.kv_bytes_per_token
     if cell.policy == _INFINITE:
@@ -109,7 +117,7 @@ def run_cell(cell: EvictionServing) -> list[dict[str, Any]]:
         "vllm_v1",
         num_blocks=num_blocks,
         block_size=trace.block_size,
-        policy="lru" if cell.host_gib else policy_spec(cell.policy),
+        policy="lru" if cell.host_gib else policy,
         enable_prefix_caching=cell.policy != _NO_CACHE,
     )
     step = clock.max_num_batched_tokens
@@ -120,7 +128,7 @@ def run_cell(cell: EvictionServing) -> list[dict[str, Any]]:
     if cell.host_gib:
         host_blocks = int(cell.host_gib * 2**30 / block_bytes)
         sizes: dict[str, Any] = {"num_blocks": host_blocks, "block_size": trace.block_size}
-        host = cache.make_manager("vllm_v1", **sizes, policy=policy_spec(cell.policy))
+        host = cache.make_manager("vllm_v1", **sizes, policy=policy)
         tier = HostTier(clock, manager, host)
     is_closed = trace.columns.keys() >= LOOP_COLUMNS
     run = cache.simulate_serving(
@@ -133,7 +141,7 @@ def run_cell(cell: EvictionServing) -> list[dict[str, Any]]:
     )
     stats, most = run.stats, most_hits(trace)
     loaded = tier.loaded_blocks if tier else 0
-    row = {
+    return {
         "trace": trace.name,
         "slice": cell.trace.slice,
         "loop": "closed" if is_closed else "open",
@@ -142,7 +150,7 @@ def run_cell(cell: EvictionServing) -> list[dict[str, Any]]:
         "model": clock.model,
         "gpu": clock.gpu,
         "requests": len(trace),
-        "requests_left_out": len(whole) - len(trace),
+        "requests_left_out": len(workloads.load(cell.trace)) - len(trace),
         "requests_dropped": run.dropped,
         "mean_prompt_tokens": float(trace.input_lengths.mean()),
         "mean_output_tokens": float(trace.output_lengths.mean()),
@@ -161,7 +169,6 @@ def run_cell(cell: EvictionServing) -> list[dict[str, Any]]:
         **quantiles.of_times("ttft", run.ttft_seconds.tolist()),
         "basis": CLOCK_DISCLAIMER,
     }
-    return [row]
 
 
 class HostTier:
@@ -209,6 +216,7 @@ class HostTier:
         """Look up and store the blocks of ``seq``; returns the number of blocks to load."""
         self._tier.clock = self._manager.clock
         stored = cache.Sequence(seq.seq_id, seq.token_ids)
+        stored.hints = (math.nan, *seq.hints[1:])  # a client tells hints, not what the answer calls
         try:
             found = self._tier.allocate(stored)
         except cache.OutOfBlocks:
@@ -224,7 +232,7 @@ def _clock(host_ms: int) -> GpuClock:
 
 
 @functools.lru_cache(maxsize=1)
-def _served(source: Source) -> cache.Trace:
+def served(source: Source) -> cache.Trace:
     """The requests that do not exceed the model's maximum length."""
     trace = workloads.load(source)
     short = trace.input_lengths + trace.output_lengths <= _MOST_TOKENS
@@ -235,7 +243,7 @@ def _draw(rows: style.DataFrame) -> style.Figure:
     """A row of panels per trace, at the first load: hit rate and time by pool; time divided by
     LRU's time by pool and by tier.  Points are means over the slices, bars their range."""
     rows = rows[rows["load"] == rows["load"].iloc[0]]
-    rows = rows.assign(over_lru=_over_lru(rows))
+    rows = rows.assign(over_lru=over_lru(rows))
     lines = style.policy_lines(rows["policy"].unique())
     lines[_NO_CACHE] = style.line(style.GREY, "", "dashdot") | {"label": "no prefix caching"}
     pools = sorted(rows[rows["pool_gib"] < float("inf")]["pool_gib"].unique())
@@ -282,7 +290,7 @@ def _draw(rows: style.DataFrame) -> style.Figure:
 
 def _draw_queue(rows: style.DataFrame) -> style.Figure | None:
     """Draw ``queue_informed``'s time / LRU's time against LRU's mean number of waiting requests."""
-    rows = rows.assign(over_lru=_over_lru(rows), waiting=_of_lru(rows, "mean_waiting"))
+    rows = rows.assign(over_lru=over_lru(rows), waiting=_of_lru(rows, "mean_waiting"))
     rows = rows[(rows["policy"] == _QUEUE) & (rows["host_gib"] == 0)].dropna(subset="over_lru")
     if rows.empty:
         return None
@@ -310,13 +318,13 @@ def _of_lru(rows: style.DataFrame, column: str) -> style.Series:
     return lru.groupby([rows[name] for name in at]).transform("max")
 
 
-def _over_lru(rows: style.DataFrame) -> style.Series:
+def over_lru(rows: style.DataFrame) -> style.Series:
     """Time to first token, divided by LRU's."""
     return rows["ttft_mean_s"] / _of_lru(rows, "ttft_mean_s")
 
 
 def _summary(rows: style.DataFrame) -> style.DataFrame:
-    rows = rows.assign(over_lru=_over_lru(rows))
+    rows = rows.assign(over_lru=over_lru(rows))
     by = ["trace", "loop", "load", "pool_gib", "host_gib", "policy"]
     values = ["block_hit_rate", "host_block_hit_rate", "most_block_hit_rate"]
     values += ["mean_waiting", "ttft_mean_s", "over_lru"]

@@ -87,6 +87,7 @@ _POLICIES = {
     "queue_informed": ("LRU knowing the queue", line(PINK, "X", "dashdot")),
     "session_end": ("LRU knowing session ends", line(BLUE, "o", "dotted")),
     "ttl": ("time to live", line(RED, "s", "dashdot")),
+    "session_gap": ("pause of the session (ours)", line(BLACK, "*", "dashdot")),
 }
 
 _IN_TURN = (

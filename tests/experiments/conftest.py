@@ -59,6 +59,8 @@ TINY_RUNS = {
     "published_serving": "2 --case lambda_a100_10 bench_70b",
     "serving": "5 --load sharegpt alpaca_2_beams --host-ms 10 --draw 0 "
     "--system contiguous_max contiguous_oracle paged --traffic 0.01 --bisections 1",
+    "sessions": "10 --trace {sessions} --policy lru gittins told_1 told_1_ends --seeds 2 "
+    "--capacity-percent 20 --num-requests 30 --slices 1",
     "shared_prefix": "3 --load five_shot --draw 0 --traffic 0.02 --bisections 1",
     "sharing": "4 --like alpaca --num-sequences 2 3 --num-requests 3",
 }
@@ -82,15 +84,22 @@ class TinyRun:
 
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory) -> dict[str, Path]:
-    """Traces of 60 chats and of 50 prompts, lengths with a damaged last row, and a policy."""
+    """Traces of 60 chats, 50 prompts and 4 sessions, lengths with a damaged last row, a policy."""
     folder = tmp_path_factory.mktemp("inputs")
-    names = {"chat": "chat.jsonl.gz", "prompts": "prompts.jsonl.gz"}
+    names = {"chat": "chat.jsonl.gz", "prompts": "prompts.jsonl.gz", "sessions": "s.jsonl.gz"}
     names |= {"lengths": "azure.csv", "policy": "policy.py"}
     paths = {name: folder / file for name, file in names.items()}
     chats = cache.make_workload("multi_turn_chat", seed=3, num_requests=60)
     cache.save_trace(chats, paths["chat"])
     prompts = cache.make_workload("shared_system_prompts", seed=0, num_requests=50)
     cache.save_trace(prompts, paths["prompts"])
+    facts = {"agent": 0, "think_time": 9}
+    turns = [(i, i * i % 7, i // 7 + 1) for i in range(60)]
+    agents = cache.Trace.from_requests(
+        [(i, 64 * n, 4, range(99 * s, 99 * s + n), {**facts, "session": s}) for i, s, n in turns],
+        name="s",
+    )
+    cache.save_trace(agents, paths["sessions"])
     rows = [f"2023-11-16 18:17:{i:02}.0000000,{20 + i},{5 + i % 3}" for i in range(40)]
     # As in Azure's copies: the number of requests is glued to the last output.
     rows.append("2023-11-16 18:17:41.0000000,30,1734199")
