@@ -51,7 +51,7 @@ class SessionGap(LeafPolicy):
         self._median = 0.0  # of the errors of predicted ln(pause)
         # By place: session; of its latest request: deepest block, end, kind; mean deviation.
         self._session, self._tail = [-1.0] * _PLACES, [-1.0] * _PLACES
-        self._ended = [0.0] * _PLACES
+        self._ended, self._branches = [0.0] * _PLACES, [0.0] * _PLACES
         self._kind, self._deviation = [0.0] * _PLACES, [0.0] * _PLACES
 
     def correct(self, request: RequestInfo) -> None:
@@ -63,8 +63,14 @@ class SessionGap(LeafPolicy):
         session = self._request.session
         expected = self._expected(self._request)
         if session >= 0 and len(blocks):
-            self._postpone(session, _NEVER - self._now)  # blocks that the session no longer uses
             place = int(session) % _PLACES
+            if self._session[place] != session:
+                self._branches[place] = 0.0
+            for block in blocks:  # a block that the session dropped came back
+                if self._nodes[block].owner == session and self._nodes[block].value > _NEVER / 2:
+                    self._branches[place] = 1.0
+            if self._branches[place] == 0.0:
+                self._postpone(session, _NEVER - self._now)  # blocks that it no longer uses
             self._session[place], self._tail[place] = session, blocks[0]
         for block in blocks:
             node = self._nodes[block]
