@@ -34,8 +34,9 @@ from experiments.load.gpu_clock import CLOCK_DISCLAIMER
 _TRACES = TRACES / "claude_code_512_a.jsonl.zst", TRACES / "unseen/claude_code_512_b.jsonl.zst"
 _ERRORS = "0", "0.25", "0.5", "1", "2"
 _TOLD = [f"told_{error}{ends}" for ends in ("", "_ends") for error in _ERRORS]
+_PREDICTED = "predicted", "predicted_ends", "safeguarded"
 _USUAL = "lru", "gittins", "ttl", "ttl_tuned", "session_end"
-HINTS = (*_USUAL, "ends", "predicted", "predicted_ends", "safeguarded", *_TOLD)
+HINTS = (*_USUAL, "ends", *_PREDICTED, *_TOLD)
 _IN_LOOP = "lru", "gittins", "predicted", "ends", "told_0_ends", "told_1_ends", "told_2_ends"
 
 
@@ -51,7 +52,7 @@ class Sessions(EvictionServing):
     seeds: Count = 5
     """Number of replays with a hint that is drawn."""
     pool_gib: Axis[Positive] = (48.0,)
-    host_gib: Axis[Positive] = (128.0,)
+    host_gib: Axis[Positive] = (128.0, 512.0)
     load: Axis[Positive] = (0.5,)
 
 
@@ -73,10 +74,10 @@ def run_cell(cell: Sessions) -> list[dict[str, Any]]:
     if lacking := (LOOP_COLUMNS if is_loop else {"session"}) - trace.columns.keys():
         raise Unavailable(f"{trace.name} lacks columns: {', '.join(sorted(lacking))}")
     name = hint if hint in _USUAL or hint == "safeguarded" else "session_gap"
-    own = {"policy": "session_gap"} if hint == "safeguarded" else {}
+    own: dict[str, Any] = {"policy": "session_gap"} if hint == "safeguarded" else {}
+    if hint in _PREDICTED:
+        own["predict"] = True
     policy = cache.make_policy(name.removesuffix("_tuned"), **own)
-    if hint == "ends":
-        policy = cache.make_policy("session_gap", predict=False)
     if is_loop:
         return [{"part": "loop", **row_of(cell, _hinted(trace, hint, cell.seed, True), policy)}]
     pages = max(1, int(trace.num_unique_blocks * cell.capacity_percent / 100))
