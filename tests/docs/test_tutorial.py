@@ -29,9 +29,10 @@ def test_the_33rd_token_of_c_follows_its_32nd():
     assert "20" not in texts
 
 
-def test_the_page_of_groups_prints_what_it_says(capsys):
+@pytest.mark.parametrize("page", ["hybrid", "sessions"])
+def test_the_page_prints_what_it_says(page, capsys):
     torch.set_num_threads(1)  # tiny matrices: threads would only wait for each other
-    text = (tutorial.FOLDER / "hybrid.md").read_text()
+    text = (tutorial.FOLDER / f"{page}.md").read_text()
     for script, printed in re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", text, re.DOTALL):
-        exec(script, {})
+        exec(script, {"__name__": page})
         assert capsys.readouterr().out == printed
