@@ -59,7 +59,7 @@ TINY_RUNS = {
     "published_serving": "2 --case lambda_a100_10 bench_70b",
     "serving": "5 --load sharegpt alpaca_2_beams --host-ms 10 --draw 0 "
     "--system contiguous_max contiguous_oracle paged --traffic 0.01 --bisections 1",
-    "sessions": "10 --trace {sessions} --policy lru gittins told_1 told_1_ends --seeds 2 "
+    "sessions": "13 --trace {sessions} --policy lru gittins told_1 told_1_ends --seeds 2 "
     "--capacity-percent 20 --num-requests 30 --slices 1",
     "shared_prefix": "3 --load five_shot --draw 0 --traffic 0.02 --bisections 1",
     "sharing": "4 --like alpaca --num-sequences 2 3 --num-requests 3",
