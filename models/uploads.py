@@ -14,7 +14,7 @@ def upload(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
     memory and copied to one new tensor; the results are views of this tensor.  PyTorch caches the
     pinned memory and reuses it after the copy.
     """
-    tensors = [torch.from_numpy(array).contiguous() for array in arrays]
+    tensors = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
     if device.type == "cpu":
         return tensors
     parts, size = [], 0

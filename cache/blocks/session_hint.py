@@ -24,7 +24,8 @@ class SessionHint:
         expected_pause_ms: expected time from the end of a request to the session's next request, in
             milliseconds; None if unknown.
         pause_spread: standard deviation of the error of ln(expected_pause_ms): 0 if the pause is
-            exact, 0.7 if it is mostly right within a factor of 2; None if unknown.
+            exact, 0.7 if it is mostly right within a factor of 2; None if unknown.  No
+            built-in policy uses it.
 
     Raises ValueError for a session that is neither a text nor an int from 0 to 2**53 - 1, a pause
     or a spread that is negative or not finite, a spread without a pause, and a pause after the end.
@@ -39,7 +40,7 @@ class SessionHint:
         session, is_text = self.session, isinstance(self.session, str)
         if not is_text and not (type(session) is int and 0 <= session < _NUMBERS):
             raise ValueError(f"session={shown(session)}: needs a text or an int below 2**53")
-        if self.ends not in (True, False, None):
+        if self.ends is not None and not isinstance(self.ends, bool):
             raise ValueError(f"ends={shown(self.ends)}: needs True, False or None")
         for name in ("expected_pause_ms", "pause_spread"):
             if getattr(self, name) is not None:
@@ -48,14 +49,14 @@ class SessionHint:
             raise ValueError(f"pause_spread={shown(self.pause_spread)}: needs expected_pause_ms")
         if self.ends and self.expected_pause_ms is not None:
             pause = shown(self.expected_pause_ms)
-            raise ValueError(f"expected_pause_ms={pause}: session {session!r} ends; leave it out")
+            raise ValueError(
+                f"expected_pause_ms={pause}: session {shown(self.session)} ends; leave it out"
+            )
 
     @property
     def number(self) -> float:
-        """The session as ``RequestInfo.session``: an int itself, 52 bits of a text's hash."""
-        if isinstance(self.session, int):
-            return float(self.session)
-        code = hashlib.blake2b(self.session.encode(errors="surrogatepass"), digest_size=8).digest()
+        """The session as ``RequestInfo.session``: 52 bits of a hash."""
+        code = hashlib.blake2b(ascii(self.session).encode(), digest_size=8).digest()
         return float(int.from_bytes(code) >> 12)
 
     @property

@@ -12,7 +12,7 @@ _NEVER = 2.0**52
 """A session that ends at time t, in ms, is expected at _NEVER - t: the oldest is evicted first."""
 _TICK = 2.0**-10
 """Least time between two requests, in ms: it keeps their order."""
-_PLACES = 2**14
+_PLACES = 2**12
 """Number of sessions that are remembered.  A session takes the place of an earlier one."""
 _NEW = 0.3
 """Weight of a session's latest pause in its mean; chosen on two thirds of claude_code_512_a."""
@@ -49,42 +49,70 @@ class SessionGap(LeafPolicy):
         # By kind of answer (no tool call, tool call, unknown): number of pauses, mean of ln(pause).
         self._count, self._mean = [0.0] * 3, [math.log(10_000.0)] * 3
         self._median = 0.0  # of the errors of predicted ln(pause)
-        # By place: session; of its latest request: deepest block, end, kind; mean deviation.
+        # By place: session; of its latest request: deepest block, end, kind of answer; arrival of
+        # its running request; whether dropped blocks came back; mean deviation of its pauses.
         self._session, self._tail = [-1.0] * _PLACES, [-1.0] * _PLACES
-        self._ended, self._branches = [0.0] * _PLACES, [0.0] * _PLACES
+        self._ended, self._arrived = [-1.0] * _PLACES, [-1.0] * _PLACES
+        self._branches = [0.0] * _PLACES
         self._kind, self._deviation = [0.0] * _PLACES, [0.0] * _PLACES
 
+    def tell(self, request: RequestInfo) -> None:
+        self._request = request
+        if request.time_ms > self._now:
+            self._now = request.time_ms
+        if request.session >= 0 and math.isnan(request.output_tokens):  # it arrives
+            place = int(request.session) % _PLACES
+            if self._session[place] != request.session:
+                self._session[place] = request.session
+                self._tail[place] = self._ended[place] = -1.0
+                self._deviation[place] = self._branches[place] = 0.0
+            self._arrived[place] = self._now
+
     def correct(self, request: RequestInfo) -> None:
-        self.tell(request)
-        self._postpone(request.session, self._expected(request))
+        if request.time_ms > self._now:
+            self._now = request.time_ms
+        self._postpone(request.session, self._expected(request, math.nan))
 
     def _access(self, blocks: Sequence[int]) -> None:
         self._now = self._latest = max(self._now, self._latest + _TICK)
-        session = self._request.session
-        expected = self._expected(self._request)
-        if session >= 0 and len(blocks):
+        request, session, predicted = self._request, self._request.session, math.nan
+        if session >= 0 and request.output_tokens >= 0 and len(blocks):
             place = int(session) % _PLACES
-            if self._session[place] != session:
-                self._branches[place] = 0.0
-            for block in blocks:  # a block that the session dropped came back
-                if self._nodes[block].owner == session and self._nodes[block].value > _NEVER / 2:
-                    self._branches[place] = 1.0
-            if self._branches[place] == 0.0:
-                self._postpone(session, _NEVER - self._now)  # blocks that it no longer uses
-            self._session[place], self._tail[place] = session, blocks[0]
+            kind = int(request.calls_tool) if request.calls_tool >= 0 else 2
+            # Further samples and groups of layers of a request do not count.
+            if self._session[place] == session and self._arrived[place] >= 0:
+                self._drop(place, session, blocks)
+                self._learn(place)
+                self._ended[place], self._kind[place], self._arrived[place] = self._now, kind, -1
+            if self.predict:
+                logarithm = self._median + self._mean[kind] + self._deviation[place]
+                predicted = math.exp(logarithm)
+        expected = self._expected(request, predicted)
         for block in blocks:
             node = self._nodes[block]
             sooner = abs(node.value - self._now) >= abs(expected - self._now)
-            if sooner or node.owner == session or node.value < 0.0:
+            if node.owner >= 0 and node.owner != session:
+                node.time = 1.0  # several sessions use it
+            if sooner or node.value < 0.0 or (node.owner == session and node.time == 0.0):
                 node.value, node.owner = expected, session
 
+    def _drop(self, place: int, session: float, blocks: Sequence[int]) -> None:
+        """Evict first what the latest request of a session used and ``blocks`` do not contain."""
+        for block in blocks:  # a dropped block that is used again: the session has branches
+            if self._nodes[block].owner == session and self._nodes[block].value > _NEVER / 2:
+                self._branches[place] = 1.0
+        if self._branches[place] == 0.0:
+            self._postpone(session, _NEVER - self._now)
+        self._tail[place] = blocks[0]
+
     def _postpone(self, session: float, expected: float) -> None:
-        """Set the time for the released blocks of the latest request of ``session``."""
+        """Set the time for the released blocks of the latest request of ``session``, from its tail
+        to a block that several sessions use."""
         place = int(session) % _PLACES
         block = int(self._tail[place]) if self._session[place] == session else -1
         while block >= 0 and self._holds(block):
             node = self._nodes[block]
-            if not node.released or node.owner != session:
+            if not node.released or node.owner != session or node.time > 0.0:
                 break
             is_leaf = not node.children
             if is_leaf:
@@ -94,32 +122,31 @@ class SessionGap(LeafPolicy):
                 self._offer(block)
             block = node.parent
 
-    def _expected(self, request: RequestInfo) -> float:
-        """Time of the session's next request, in ms; the current time if the session is unknown."""
-        pause = request.expected_pause_ms
-        if self.predict and request.session >= 0 and request.prompt_tokens >= 0:  # not corrected
-            predicted = self._predicted(request)
-            pause = pause if pause >= 0 else predicted
+    def _expected(self, request: RequestInfo, predicted_ms: float) -> float:
+        """Time of the session's next request, in ms; the current time if the pause is unknown."""
+        told = request.expected_pause_ms
+        pause = told if told >= 0 else predicted_ms
         if request.ends_session == 1.0:
             return _NEVER - self._now
         return self._now + pause if pause > 0 else self._now
 
-    def _predicted(self, request: RequestInfo) -> float:
-        """Learn from the pause before ``request``, and predict the pause after it, in ms."""
-        place = int(request.session) % _PLACES
-        kind = int(request.calls_tool) if request.calls_tool >= 0 else 2
-        if self._session[place] == request.session:
-            before = int(self._kind[place])
-            pause = math.log(max(self._now - self._ended[place], 1.0))
-            self._count[before] += 1.0
-            self._mean[before] += (pause - self._mean[before]) / self._count[before]
-            error = pause - self._mean[before] - self._deviation[place]
+    def _learn(self, place: int) -> None:
+        """Learn from the pause between the latest two requests of a session."""
+        if self._ended[place] >= 0:
+            kind = int(self._kind[place])
+            pause = math.log(max(self._arrived[place] - self._ended[place], 1.0))
+            self._count[kind] += 1.0
+            self._mean[kind] += (pause - self._mean[kind]) / self._count[kind]
+            error = pause - self._mean[kind] - self._deviation[place]
             self._deviation[place] += _NEW * error
             self._median += math.copysign(_STEP, error - self._median)
-        else:
-            self._deviation[place] = 0.0
-        self._ended[place], self._kind[place] = self._now, kind
-        return math.exp(self._median + self._mean[kind] + self._deviation[place])
+
+    def _gone(self, block: int) -> None:
+        node = self._nodes[block]
+        if node.owner >= 0:
+            place = int(node.owner) % _PLACES
+            if self._session[place] == node.owner and self._tail[place] == block:
+                self._tail[place] = node.parent
 
     def _offer(self, block: int) -> None:
         expected = self._nodes[block].value

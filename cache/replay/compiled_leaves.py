@@ -67,7 +67,7 @@ def operations_of(
 def insert(self, block, key, parent, depth):
     node = self._nodes[block]
     node.parent, node.depth, node.children, node.value = parent, depth, 0, -1.0
-    node.owner = np.nan
+    node.owner, node.time = np.nan, 0.0
     node.released, node.resident = False, True
     if parent >= 0:  # the parent is in use
         self._nodes[parent].children += 1

@@ -5,6 +5,7 @@ It handles token ids only.  Logits go from the runner to the sampler unread.
 
 import contextlib
 import itertools
+import math
 import time
 import warnings
 from array import array
@@ -295,6 +296,8 @@ class Engine:
     def _end(self, request: Request, reason: FinishReason) -> None:
         for seq in request.sequences:
             if seq.status is not Status.FINISHED:
+                if reason is FinishReason.ABORT and seq.hints:  # the request may be tried again
+                    seq.hints = (math.nan, math.nan, *seq.hints[2:3])
                 self._finish_sequence(seq, reason)
         self._finish_request(request)
 
@@ -587,8 +590,12 @@ class Engine:
         stats.finish_time = self.clock()
         reasons = {seq.finish_reason for seq in request.sequences}
         stats.was_aborted = not reasons.isdisjoint((FinishReason.ABORT, FinishReason.ERROR))
-        if FinishReason.ABORT not in reasons:
-            self._note_end(request.params.session)
+        hint = request.params.session
+        others = [other.params.session for other in self.requests.values()]
+        if FinishReason.ABORT not in reasons and not any(
+            hint and other and other.session == hint.session for other in others
+        ):
+            self._note_end(hint)
         stats.num_output_tokens = sum(lengths)
         stats.longest_output = max(lengths, default=0)
 

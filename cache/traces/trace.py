@@ -189,9 +189,10 @@ class Trace:
         for name, values in zip(_HINTS, (ends, *given), strict=True):
             if values.dtype.kind != "f":
                 raise ValueError(f"column {name!r} has texts: needs numbers")
-            wrong = np.isin(values, (0, 1), invert=True) if values is ends else ~(values >= 0)
-            for request in np.flatnonzero(wrong & ~np.isnan(values))[:1]:
-                needs = "0 or 1" if values is ends else "a number of at least 0"
+            right, needs = (values >= 0) & (values < np.inf), "a finite number of at least 0"
+            if values is ends:
+                right, needs = np.isin(values, (0, 1)), "0 or 1"
+            for request in np.flatnonzero(~right & ~np.isnan(values))[:1]:
                 raise ValueError(f"requests[{request}]: {name}={values[request]}: needs {needs}")
         if "agent" in self.columns:
             _, agent = _latest_of_each(self.columns["agent"])

@@ -65,6 +65,7 @@ def pool():
 
     def use(session, at_ms, blocks, pause=math.nan, ends=math.nan):
         hint = math.nan, ends, session, pause, math.nan
+        policy.tell(RequestInfo(at_ms, 9, math.nan, len(blocks), session=session))
         policy.tell(RequestInfo(at_ms, 9, 1, len(blocks), *hint))
         for depth, block in enumerate(blocks):
             if block in policy._nodes:
@@ -86,7 +87,7 @@ def test_the_session_expected_last_loses_its_tail_first(pool):
     policy.correct(RequestInfo(60, *[math.nan] * 4, 0, 1, 5000, 0))
     assert list(policy) == [4, 3, 1, 2, 0, 5]
     policy.correct(RequestInfo(70, *[math.nan] * 4, 1, 2))
-    assert list(policy) == [4, 3, 2, 1, 0, 5]  # 2: ended last
+    assert list(policy) == [4, 3, 2, 1, 5, 0]  # 2: ended last; 0: 1 and 2 use it
 
 
 def test_a_late_session_is_expected_after_the_same_time_again(pool):
@@ -97,6 +98,27 @@ def test_a_late_session_is_expected_after_the_same_time_again(pool):
     assert list(policy) == [1, 0, 2]  # 0: late by 230; 1: expected in 260
     use(3, 260, [2])
     assert list(policy) == [0, 1, 2]
+
+
+def test_an_end_reaches_the_rest_of_a_tail_but_no_block_of_two_sessions(pool):
+    policy, use = pool
+    use(1, 0, [0, 1, 2], pause=100)
+    use(2, 1, [0, 3], pause=50)
+    use(3, 2, [4], pause=90)
+    policy.remove(2)
+    policy.correct(RequestInfo(3, *[math.nan] * 4, 1, 1))
+    policy.correct(RequestInfo(3, *[math.nan] * 4, 1, 2))
+    assert list(policy) == [1, 3, 4, 0]
+
+
+def test_further_samples_and_groups_of_layers_drop_nothing(pool):
+    policy, use = pool
+    use(1, 0, [0, 1], pause=10)
+    policy.tell(policy._request)
+    policy.insert(2, 2, 0, 1)
+    policy.release(2)
+    use(2, 5, [3], pause=1000)
+    assert next(iter(policy)) == 3
 
 
 def test_blocks_that_the_next_request_of_a_session_drops_go_first(pool):
@@ -112,8 +134,8 @@ def test_blocks_that_the_next_request_of_a_session_drops_go_first(pool):
 @pytest.mark.parametrize(
     ("columns", "error"),
     [
-        ({"expected_pause_ms": [1.0, -2.0]}, r"requests\[1\]: expected_pause_ms=-2.0: needs a num"),
-        ({"pause_spread": [-0.5, 1.0]}, r"requests\[0\]: pause_spread=-0.5: needs a number of"),
+        ({"expected_pause_ms": [1.0, -2.0]}, r"requests\[1\]: expected_pause_ms=-2.0: needs a fin"),
+        ({"pause_spread": [-0.5, 1.0]}, r"requests\[0\]: pause_spread=-0.5: needs a finite"),
         ({"ends_session": [0.0, 0.5]}, r"requests\[1\]: ends_session=0.5: needs 0 or 1"),
         ({"ends_session": [1.0, 1.0]}, r"requests\[0\]: ends_session=1, but session 7.0 goes on"),
         ({"expected_pause_ms": ["soon", ""]}, "column 'expected_pause_ms' has texts"),
