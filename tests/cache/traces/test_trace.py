@@ -123,7 +123,7 @@ def test_further_numbers_and_texts_of_requests_are_columns(tmp_path):
     }  # fmt: skip
     assert trace[1:][0].further == trace.coarsened(2)[1].further
     assert trace[1:][0].further == {"session": 1.0, "stop": "end_turn"}
-    np.testing.assert_equal(trace.request_facts[:, 4:], [[np.nan, 1], [0, 1]])
+    np.testing.assert_equal(trace.request_facts[:, 4:6], [[np.nan, 1], [0, 1]])
     save_trace(trace, tmp_path / "u.jsonl")
     assert load_trace(tmp_path / "u.jsonl").digest == trace.digest
     assert Trace.from_requests(trace, name="v", block_size=trace.block_size).digest == trace.digest
