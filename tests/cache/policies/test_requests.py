@@ -4,7 +4,10 @@ import numpy as np
 import pytest
 
 import cache
+from cache import SessionHint
 from cache.policies import RequestInfo
+from cache.serving import open_loop
+from cache.serving.sampling_params import SamplingParams
 from tests.cache.prefix_traces import trace_of
 
 
@@ -111,3 +114,47 @@ def test_a_radix_tree_ranks_its_nodes_by_their_requests():
         manager.allocate(seq)
         manager.free(seq)
     assert [len(node.blocks) for node in manager.tree.leaves] == [2, 3, 4]
+
+
+def engine_with(listener):
+    manager = cache.make_manager("vllm_v1", num_blocks=20, block_size=1, policy=listener)
+    return open_loop.engine_without_model(
+        manager, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=9
+    )
+
+
+def test_a_cancelled_request_does_not_end_its_session():
+    listener = Listener()
+    engine = engine_with(listener)
+    number = engine.add([1, 2], SamplingParams(session=SessionHint("a", ends=True)))
+    engine.step()
+    engine.abort(number)
+    assert np.isnan([request.ends_session for request in listener.told]).all()
+    engine.add([1, 2], SamplingParams(session="a"))
+
+
+def test_a_session_goes_on_while_one_of_its_requests_runs():
+    engine = engine_with(Listener())
+    for length in (1, 5):
+        engine.add([1, 2], SamplingParams(session="a", max_tokens=length, ignore_eos=True))
+    engine.hint_session(SessionHint("a", ends=True))
+    engine.step()
+    engine.step()
+    assert len(engine.requests) == 1
+    engine.hint_session(SessionHint("a", ends=False))
+
+
+def test_groups_of_layers_lose_no_hits_to_a_session_without_hints():
+    groups = cache.layer_groups([None, 4])
+    hits = []
+    for policy in ("lru", "session_gap"):
+        manager = cache.make_manager(
+            "vllm_v1", num_blocks=16, block_size=2, policy=policy, groups=groups
+        )
+        for number in range(60):
+            seq = cache.Sequence(number, [number % 3] * 5 + list(range(number % 4)))
+            seq.hints = SessionHint(number % 3).numbers
+            manager.allocate(seq)
+            manager.free(seq)
+        hits.append(manager.stats.hit_blocks)
+    assert hits[0] == hits[1] > 0
