@@ -14,6 +14,7 @@ import torch
 from cache import CacheManager, EvictionPolicy, Group, make_manager, num_cpu_blocks, num_gpu_blocks
 from cache.blocks.session_hint import SessionHint
 from cache.checks import at_least, shown
+from cache.managers import TIER_OPTIONS
 from cache.serving.engine import Engine
 from cache.serving.outputs import RequestOutput, TokenOutput
 from cache.serving.sampling_params import SamplingParams
@@ -93,6 +94,7 @@ class LLMOptions:
         gpu_memory_utilization: see num_blocks.
         hash_algorithm: hash of the prefix cache.  Default: the manager's default.
         manager_options: further options of the manager, except sliding_window and groups.
+            ``host_blocks`` keeps cached blocks in host memory, which must be available.
         random_weights: use random weights instead of the checkpoint's weights.
         cuda_graphs: replay decoding from CUDA graphs.  Default: True on a GPU with "triton", and
             with "flash_attn" if block_size is a multiple of 256.
@@ -147,6 +149,11 @@ class LLMOptions:
                     f"manager_options: {name}={given[name]!r}: the window is the model's; vllm_v1 "
                     "frees the blocks behind it"
                 )
+        if given.get("host_blocks") and self.preemption == "swap":
+            raise ValueError(
+                f"preemption='swap': manager_options host_blocks={given['host_blocks']!r} keep the "
+                "blocks of preempted sequences; needs 'recompute'"
+            )
 
 
 class LLM:
@@ -195,6 +202,7 @@ class LLM:
             raise ValueError(f"max_model_len={longest}: the model has {positions} positions")
         longest = longest or positions
 
+        tier_blocks = _check_tier(asked, self.config, kv_dtype)
         workers = self._join_ranks(asked.tensor_parallel_size, {"model": model, **options})
         self.model = self._load_model(asked, folder, backend, longest)
         num_blocks, num_host_blocks = self._size_cache(asked, longest, kv_dtype)
@@ -206,7 +214,7 @@ class LLM:
         runner = ModelRunner(
             self.model,
             num_blocks=num_blocks, block_size=asked.block_size, kv_dtype=kv_dtype,
-            num_host_blocks=num_host_blocks,
+            num_host_blocks=num_host_blocks or tier_blocks,
             max_num_seqs=asked.max_num_seqs, max_model_len=self.max_model_len,
             use_kernels=use_kernels, cuda_graphs=cuda_graphs,
         )  # fmt: skip
@@ -325,6 +333,11 @@ class LLM:
             f"{manager.num_blocks:,} blocks of {manager.block_size} tokens, "
             f"{manager.num_blocks * mib:,.1f} MiB"
         )
+        if manager.tier is not None:
+            free, count = manager.tier.pool.num_free_blocks, manager.num_host_blocks
+            lines.append(
+                f"host memory: {count - free:,} of {count:,} blocks in use, {count * mib:,.1f} MiB"
+            )
         return "\n".join(lines)
 
     def reset_prefix_cache(self) -> bool:
@@ -485,6 +498,29 @@ def _groups(asked: LLMOptions, config: ModelConfig) -> tuple[Group, ...]:
     if asked.manager == "vllm_v1" and asked.preemption != "swap":
         return config.groups
     return (Group(layers=tuple(range(config.num_layers))),)
+
+
+def _check_tier(asked: LLMOptions, config: ModelConfig, kv_dtype: torch.dtype) -> int:
+    """The number of blocks of the manager's tier in host memory.
+
+    Raises the manager's errors, and ValueError if so much host memory is not available."""
+    given = asked.manager_options or {}
+    options: dict[str, Any] = {name: given[name] for name in TIER_OPTIONS if name in given}
+    num_blocks = make_manager(
+        asked.manager, num_blocks=1, block_size=asked.block_size,
+        enable_prefix_caching=asked.enable_prefix_caching, **options,
+    ).num_host_blocks  # fmt: skip
+    block_bytes = config.kv_block_bytes(
+        asked.block_size, kv_dtype, tensor_parallel_size=asked.tensor_parallel_size,
+        num_layers=max(group.num_layers for group in _groups(asked, config)),
+    )  # fmt: skip
+    needed = num_blocks * block_bytes * asked.tensor_parallel_size
+    if needed > available_host_bytes():
+        raise ValueError(
+            f"manager_options: host_blocks={num_blocks} need {needed:,} bytes of host memory, "
+            f"{available_host_bytes():,} are available"
+        )
+    return num_blocks
 
 
 def _one_for_each(name: str, value: Any, count: int) -> Sequence[Any]:

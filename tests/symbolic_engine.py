@@ -76,6 +76,8 @@ class SymbolicRunner:
         if self.fails:
             self.fails = False
             raise Injected
+        for pairs in (step.swap_out, step.swap_in):
+            assert len({destination for _, destination in pairs}) == len(pairs)
         for device, host in step.swap_out:
             self.host_blocks[host] = self.blocks[device].copy()
         for source, destination in step.copies:
@@ -89,20 +91,22 @@ class SymbolicRunner:
             tokens = known_tokens(seq, step)
             digests = self.digests(tokens, **keys_of(seq))
             assert 0 < count <= seq.num_computed_tokens <= len(digests)
-            for table in manager.block_tables(seq):
+            for group, table in enumerate(manager.block_tables(seq)):
                 for position in range(seq.num_computed_tokens - count, seq.num_computed_tokens):
                     block, offset = divmod(position, self.block_size)
-                    self.blocks[table[block]][offset] = digests[position]
+                    self.blocks[table[block]][offset] = digests[position] + group
         logits = []
         windows = [group.window for group in manager.groups]
         for seq, count in zip(step.sequences, step.counts, strict=True):
             tokens = known_tokens(seq, step)[: seq.num_computed_tokens]
             digests = self.digests(tokens, **keys_of(seq))
-            for window, table in zip(windows, manager.block_tables(seq), strict=True):
+            for group, table in enumerate(manager.block_tables(seq)):
                 slots = [slot for block in table for slot in self.blocks[block]]
+                window = windows[group]
                 first = 0 if window is None else max(0, len(digests) - count - window + 1)
+                own = [digest + group for digest in digests[first:]]
                 read = slots[first : len(digests)]
-                assert read == digests[first:], f"{seq!r} reads K/V that are not its own"
+                assert read == own, f"{seq!r} reads K/V that are not its own"
             if len(digests) == seq.num_tokens:
                 logits.append(self.logits(digests[-1]))
         return logits
@@ -187,6 +191,7 @@ def make_engine(
     kv_cache = make_manager(manager, num_blocks=num_blocks, block_size=block_size, **options)
     limits |= {"policy": scheduling, "num_host_blocks": num_host_blocks}
     scheduler = Scheduler(kv_cache, **limits)
+    num_host_blocks = num_host_blocks or kv_cache.num_host_blocks
     runner = SymbolicRunner(num_blocks, block_size, num_host_blocks)
     longest = scheduler.longest_sequence(max_model_len)
     tokens = {"vocab_size": VOCAB_SIZE, "eos_token_ids": eos}
@@ -214,4 +219,11 @@ def assert_idle(engine: Engine) -> None:
     assert not engine.scheduler.waiting
     engine.manager.check_invariants()
     assert engine.manager.num_free_blocks == engine.manager.num_blocks
-    assert len(engine.scheduler.free_host_blocks) == len(engine.runner.host_blocks)
+    manager, num_host_blocks = engine.manager, len(engine.runner.host_blocks)
+    if manager.tier is None:
+        assert len(engine.scheduler.free_host_blocks) == num_host_blocks
+        return
+    manager.take_transfers()  # of the last step's blocks
+    manager.take_transfers()
+    assert manager.tier.pool.num_free_blocks == num_host_blocks
+    manager.check_invariants()

@@ -85,9 +85,9 @@ class BlockPool:
         """The blocks without a user, in the order in which the pool would take them now."""
         return chain(reversed(self._free), self.policy)
 
-    def are_cached(self, chains: Sequence[Sequence[bytes]], position: int) -> bool:
-        """Whether ``lookup`` would find the block at ``position`` of each of the hash chains."""
-        return all(chain[position] in self._holders for chain in chains)
+    def __contains__(self, key: bytes) -> bool:
+        """Whether ``lookup`` would find a block for ``key``."""
+        return key in self._holders
 
     def lookup(self, hashes: Sequence[bytes]) -> list[int]:
         """Blocks of the longest cached prefix of ``hashes``.  Valid until blocks are taken next."""
@@ -98,6 +98,10 @@ class BlockPool:
                 break
             hits.append(block)
         return hits
+
+    def find(self, key: bytes) -> int | None:
+        """The block that ``lookup`` finds for ``key``; None if there is none."""
+        return self._holders.get(key)
 
     def num_revived(self, hits: Sequence[int]) -> int:
         """Number of blocks in ``hits`` that have no user and so count as free."""
@@ -110,6 +114,22 @@ class BlockPool:
         """
         check_free(count, self.num_free_blocks)
         return self._take(count)
+
+    def insert(self, hashes: Sequence[bytes], position: int) -> int:
+        """Take a block for the content ``hashes[position]``, and index it.  Raises OutOfBlocks."""
+        if self._reports_misses:
+            self.policy.miss(hashes[position])
+        (block,) = self.allocate(1)
+        self._publish({position: block}, hashes, (position,))
+        return block
+
+    def discard(self, block: int) -> None:
+        """Drop the content of the cached-free ``block``.  The policy must define ``remove``."""
+        self.policy.remove(block)
+        evicted = self.counts["evicted_blocks"]
+        self._forget([block])
+        self.counts["evicted_blocks"] = evicted
+        self._free.append(block)
 
     def extend(
         self, blocks: list[int], length: int, hashes: Sequence[bytes], positions: Sequence[int]
@@ -192,7 +212,10 @@ class BlockPool:
         return self.queue_uncached or self.block_hashes[block] is not None
 
     def _publish(
-        self, table: Sequence[int], hashes: Sequence[bytes], positions: Sequence[int]
+        self,
+        table: Sequence[int] | dict[int, int],
+        hashes: Sequence[bytes],
+        positions: Sequence[int],
     ) -> None:
         """Index the blocks of ``table`` at ``positions`` by their ``hashes``.
 

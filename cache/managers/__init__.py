@@ -25,6 +25,9 @@ MANAGERS: dict[str, type[CacheManager]] = {
 """Cache managers: name -> class."""
 
 
+TIER_OPTIONS = "host_blocks", "host_policy", "store", "store_threshold", "inclusive"
+
+
 def make_manager(
     name: str,
     *,
@@ -33,6 +36,11 @@ def make_manager(
     policy: str | EvictionPolicy = "lru",
     hash_algorithm: str = "xxh3_128",
     enable_prefix_caching: bool = True,
+    host_blocks: int = 0,
+    host_policy: str | EvictionPolicy = "lru",
+    store: str = "through",
+    store_threshold: int = 2,
+    inclusive: bool = True,
     **design_options: Any,
 ) -> CacheManager:
     """Make the cache manager ``name`` for ``num_blocks`` blocks of ``block_size`` tokens.
@@ -43,6 +51,11 @@ def make_manager(
         hash_algorithm: a key of ``cache.blocks.hashing.HASH_ALGORITHMS``.  For Nano-vLLM the
             default means xxh64.  Designs that hash no block accept only the default.
         enable_prefix_caching: False stores equal prefixes separately.
+        host_blocks: number of blocks in host memory that keep cached prefixes, see
+            ``CacheManager.take_transfers``.  0: no tier.  Needs a design with prefix caching.
+        host_policy: policy of these blocks.
+        store, store_threshold, inclusive: when a block is stored there, and whether it stays there
+            when it is loaded, see ``cache.blocks.host_tier.HostTier``.
         design_options: further arguments of the manager's class.
 
     Raises ValueError for bad values.  The error lists the known managers, policies, algorithms or
@@ -54,7 +67,7 @@ def make_manager(
     accepted = list(inspect.signature(manager_class).parameters)[1:]
     unknown = sorted(set(design_options) - set(accepted))
     if unknown:
-        shared = ["policy", "enable_prefix_caching"] * manager_class.prefix_caching
+        shared = ["policy", "enable_prefix_caching", *TIER_OPTIONS] * manager_class.prefix_caching
         shared += ["hash_algorithm"] * bool(manager_class.own_hash)
         raise ValueError(
             f"manager {name!r} has no option {', '.join(unknown)}; "
@@ -66,6 +79,11 @@ def make_manager(
         policy=policy,
         hash_algorithm=hash_algorithm,
         enable_prefix_caching=enable_prefix_caching,
+        host_blocks=host_blocks,
+        host_policy=host_policy,
+        store=store,
+        store_threshold=store_threshold,
+        inclusive=inclusive,
     )
     return manager_class(options, **design_options)
 

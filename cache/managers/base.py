@@ -28,6 +28,9 @@ the policy other than ``tell``, ``correct``, ``look_up`` and ``on_queued``.  Eve
 a sequence, a session or cached content then raises InterruptedChange, which names the error.  A
 KeyboardInterrupt at the end of a call may also come after a complete change.
 
+With ``host_blocks`` a manager has a tier in host memory.  A hit then goes on in host memory, and
+``take_transfers`` returns the blocks to move.  A scheduler calls it once per step.
+
 ``copies`` are valid until the next call that changes the manager.  Run them in order, before any K
 or V is written.  If a sequence is freed first, its copies need not be run.
 """
@@ -45,6 +48,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from cache.blocks.groups import Group
 from cache.blocks.hashing import HASH_ALGORITHMS, BlockHasher
+from cache.blocks.host_tier import HostTier
 from cache.blocks.memory_usage import MemoryUsage
 from cache.blocks.sequence import Sequence
 from cache.blocks.session_hint import SessionHint
@@ -104,6 +108,9 @@ class CacheStats:
     A preempted sequence that resumes finds its own blocks.  As in vLLM's ``PrefixCacheStats``,
     resumptions therefore have separate counters, and hit rates count only first allocations.
     ``queried_blocks`` counts the full blocks of the allocated sequences.
+
+    ``hit_blocks`` counts device blocks, ``host_hit_blocks`` the further blocks of hits that are in
+    host memory.  ``stored_blocks`` and ``loaded_blocks`` count moves to and from host memory.
     """
 
     num_allocations: int = 0
@@ -119,6 +126,10 @@ class CacheStats:
     allocated_blocks: int = 0
     evicted_blocks: int = 0
     copied_blocks: int = 0
+    host_hit_blocks: int = 0
+    resumed_host_hit_blocks: int = 0
+    stored_blocks: int = 0
+    loaded_blocks: int = 0
 
     @property
     def token_hit_rate(self) -> float:
@@ -144,15 +155,27 @@ class Hit(NamedTuple):
 
     blocks: Items[int] = ()
     num_tokens: int = 0
-    """Number of tokens whose K/V are in ``blocks``."""
+    """Number of tokens of the prefix, including ``loads``."""
     match: Any = None
     """Data of the design, which callers do not use."""
     version: int = 0
     seq: Sequence | None = None
     manager: CacheManager | None = None
+    loads: Items[tuple[int, int, int]] = ()
+    """(group, position in the table, host block) of the blocks to load from host memory."""
 
 
 NOTHING = Hit()
+
+
+class _FullBlocks(NamedTuple):
+    """(block, keys, position) of full blocks of a sequence before the position ``end``."""
+
+    blocks: Items[tuple[int, Items[bytes], int]] = ()
+    end: int = 0
+
+
+_NO_BLOCKS = _FullBlocks()
 
 
 @dataclass(slots=True, eq=False)
@@ -164,6 +187,8 @@ class Table:
     is_swapped_out: bool = False  # the blocks are in host memory
     no_alloc_until: int = 0  # tokens up to this length need no new block and no copy
     num_lookahead_tokens: int = 0  # slots beyond the last token that the next _extend is to give
+    num_noted: int = 0  # leading blocks that the host tier knows of
+    host_blocks: list[int] = field(default_factory=list)  # host blocks with the same content
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +200,11 @@ class CacheOptions:
     policy: str | EvictionPolicy = "lru"
     hash_algorithm: str = "xxh3_128"
     enable_prefix_caching: bool = True
+    host_blocks: int = 0
+    host_policy: str | EvictionPolicy = "lru"
+    store: str = "through"
+    store_threshold: int = 2
+    inclusive: bool = True
 
 
 def _not_offered(feature: str) -> Callable[..., Any]:
@@ -228,6 +258,9 @@ class CacheManager(abc.ABC):
     """Maximum number of tokens of a sequence that get slots in one call.  A scheduler that computes
     prompts in chunks sets it, so that ``can_allocate`` counts no block behind a window."""
 
+    tier: HostTier | None = None
+    """The tier in host memory, if there is one."""
+
     clock: Callable[[], float] | None = None
     """Returns the time in seconds for policies.  An engine sets it.  None: the time is unknown."""
 
@@ -273,12 +306,38 @@ class CacheManager(abc.ABC):
                     f"hash_algorithm={algorithm!r}: {self.name} does not compare tokens and needs "
                     f"a digest of 128 bits or more; choose from {', '.join(strong)}"
                 )
+        self._counts = dict.fromkeys(CacheStats.__dataclass_fields__, 0)
+        if at_least(0, "host_blocks", options.host_blocks):
+            self.tier = self._new_tier(options)
         self._tables: dict[Hashable, Any] = {}  # of _table_class
         self._preempted: set[Hashable] = set()  # ids of sequences that will resume
-        self._counts = dict.fromkeys(CacheStats.__dataclass_fields__, 0)
         self._version = 0  # a change makes earlier hits stale
         self.interruption = ""
         self._change = _Change(self)
+
+    def _new_tier(self, options: CacheOptions) -> HostTier:
+        if not self.prefix_caching:
+            raise UnsupportedByDesign(self.name, "host_blocks: it shares no prefixes")
+        if not self.enable_prefix_caching:
+            raise ValueError(
+                f"host_blocks={options.host_blocks}: the tier holds cached prefixes; needs "
+                "enable_prefix_caching=True"
+            )
+        if options.host_policy is options.policy and not isinstance(options.policy, str):
+            raise ValueError("host_policy: is the policy of the device; needs an object of its own")
+        if self.own_hash and self._hasher.digest_size >= 16:
+            hasher = self._hasher
+        else:  # host blocks are not compared by their tokens
+            hasher = BlockHasher("xxh3_128", self.block_size)
+        return HostTier(
+            options.host_blocks,
+            policy=options.host_policy,
+            store=options.store,
+            store_threshold=options.store_threshold,
+            inclusive=options.inclusive,
+            hasher=hasher,
+            counts=self._counts,
+        )
 
     def __repr__(self) -> str:
         return (
@@ -300,15 +359,22 @@ class CacheManager(abc.ABC):
         if not isinstance(hint, SessionHint):
             raise ValueError(f"hint={shown(hint)}: needs a SessionHint")
         self._check_usable()
-        if self._policy is not None and "correct" in self._policy.hooks:
-            time_ms = 1000 * self.clock() if self.clock else math.nan
-            self._policy.correct(RequestInfo(time_ms, *[math.nan] * 3, *hint.numbers))
+        for policy in (self._policy, None if self.tier is None else self.tier.pool.policy):
+            if policy is not None and "correct" in policy.hooks:
+                policy.correct(RequestInfo(self._time_ms(), *[math.nan] * 3, *hint.numbers))
 
     def find(self, seq: Sequence, limit: int | None = None) -> Hit:
         """Look up the cached prefix of ``seq``, up to ``limit`` blocks.  Changes nothing.
 
         The prefix always leaves at least one token of ``seq`` to compute.
         """
+        hit = self._find_on_device(seq, limit)
+        if self.tier is None:
+            return hit
+        longest = self._max_hits(seq)
+        return self._with_loads(seq, hit, longest if limit is None else min(longest, limit))
+
+    def _find_on_device(self, seq: Sequence, limit: int | None = None) -> Hit:
         self._check_usable()
         if not self.enable_prefix_caching:
             return NOTHING
@@ -319,13 +385,24 @@ class CacheManager(abc.ABC):
         num_tokens = len(blocks) * self.block_size
         return Hit(blocks, num_tokens, match, self._version, seq, self)
 
+    def _with_loads(self, seq: Sequence, hit: Hit, limit: int) -> Hit:
+        """Extend ``hit`` up to ``limit`` blocks by blocks in host memory."""
+        assert self.tier is not None
+        first = len(hit.blocks)
+        found = self.tier.lookup(self.tier.hasher.block_hashes(seq)[first:limit])
+        loads = [(0, position, host) for position, host in enumerate(found, first)]
+        return hit._replace(num_tokens=(first + len(loads)) * self.block_size, loads=loads)
+
     def _max_hits(self, seq: Sequence) -> int:
         """Maximum length of a hit of ``seq``, in blocks."""
         return (len(seq.token_ids) - 1) // self.block_size
 
     def get_computed_blocks(self, seq: Sequence) -> tuple[list[int], int]:
-        """Return the blocks of the cached prefix of ``seq`` and the prefix's number of tokens."""
-        hit = self.find(seq)
+        """Return the blocks of the cached prefix of ``seq`` and the prefix's number of tokens.
+
+        Blocks in host memory are left out.
+        """
+        hit = self._find_on_device(seq)
         return list(hit.blocks), hit.num_tokens
 
     def can_allocate(self, seq: Sequence, hit: Hit | None = None) -> AllocStatus:
@@ -358,6 +435,7 @@ class CacheManager(abc.ABC):
         """Start ``seq`` with the cached prefix ``hit`` and give slots to its tokens before ``end``.
 
         ``end`` is above ``hit.num_tokens``.  ``num_lookahead_tokens``: see ``allocate_slots``.
+        Blocks of the hit that are in host memory get device blocks; ``take_transfers`` names both.
         Returns the copies to make before K/V of the new tokens are written.  Sets
         ``seq.num_cached_tokens`` and ``seq.num_computed_tokens``.  Raises OutOfBlocks.  Raises
         ValueError if ``end`` is out of range, or if the hit is for another sequence, from another
@@ -376,6 +454,8 @@ class CacheManager(abc.ABC):
         if num_lookahead_tokens != 0:
             table.num_lookahead_tokens = _checked_lookahead(self, num_lookahead_tokens)
         counts, kind = self._counts, "resumed_" if seq.seq_id in self._preempted else ""
+        if self.tier is not None and "look_up" in self.tier.pool.policy.hooks:
+            self.tier.pool.policy.look_up(self._host_keys(seq, self._max_hits(seq)))
         with self._change:
             copies = self._begin(table, hit, end)
             self._tables[seq.seq_id] = table
@@ -384,10 +464,15 @@ class CacheManager(abc.ABC):
             counts["num_resumptions" if kind else "num_allocations"] += 1
             counts[f"{kind}queried_tokens"] += len(seq.token_ids)
             counts[f"{kind}queried_blocks"] += len(seq.token_ids) // self.block_size
-            counts[f"{kind}hit_tokens"] += hit.num_tokens
-            counts[f"{kind}hit_blocks"] += len(hit.blocks)
+            num_hits = len(hit.blocks)
+            counts[f"{kind}hit_tokens"] += num_hits * self.block_size
+            counts[f"{kind}hit_blocks"] += num_hits
             seq.num_cached_tokens, seq.num_computed_tokens = hit.num_tokens, end
             seq.table_version += 1
+            if self.tier is not None:
+                num_loaded = hit.num_tokens // self.block_size - num_hits
+                counts[f"{kind}host_hit_blocks"] += num_loaded
+                self._load(table, hit)
         return copies
 
     def allocate(self, seq: Sequence) -> int:
@@ -420,12 +505,15 @@ class CacheManager(abc.ABC):
             seq.num_cached_tokens, seq.num_computed_tokens = table.seq.num_cached_tokens, start
             seq.table_version += 1
             table.seq = seq
+        before = None if self.tier is None else self._before_growth(table)
         with self._change:
             copies = self._extend(table, start, end)
             self._version += 1
             if copies or -(-end // self.block_size) > -(-start // self.block_size):
                 seq.table_version += 1
             seq.num_computed_tokens = end
+            if before is not None:
+                self._note_growth(table, before, copies)
         return copies
 
     def can_append(self, seq: Sequence) -> bool:
@@ -470,9 +558,9 @@ class CacheManager(abc.ABC):
             return self.append(seq, start + count, num_lookahead_tokens)
         hit = NOTHING
         if len(computed_blocks) or not self._is_full:
-            hit = self.find(seq, len(computed_blocks) if self._is_full else None)
+            hit = self._find_on_device(seq, len(computed_blocks) if self._is_full else None)
             if len(hit.blocks) > len(computed_blocks):
-                hit = self.find(seq, len(computed_blocks))
+                hit = self._find_on_device(seq, len(computed_blocks))
         if list(hit.blocks) != list(computed_blocks):
             raise ValueError(
                 f"computed_blocks={list(computed_blocks)}: these do not hold the prefix of "
@@ -506,6 +594,9 @@ class CacheManager(abc.ABC):
         copy = self._table_class(child)
         with self._change:
             self.interruption = MIDDLE
+            if self.tier is not None:
+                self._use(table, self._new_full_blocks(table), is_stored=True)
+                copy.num_noted = table.num_noted
             self._share(table, copy)
             self._tables[child.seq_id] = copy
             self._version += 1
@@ -522,6 +613,9 @@ class CacheManager(abc.ABC):
         self._notify_policy(table.seq, known - table.seq.num_prompt_tokens, is_finished)
         with self._change:
             self.interruption = MIDDLE
+            if self.tier is not None:
+                self._use(table, self._new_full_blocks(table), is_stored=True)
+                self.tier.pool.free(table.host_blocks)
             self._release(table)
             del self._tables[seq.seq_id]
             if not is_finished:
@@ -530,6 +624,23 @@ class CacheManager(abc.ABC):
             for freed in {table.seq, seq}:
                 freed.num_cached_tokens = freed.num_computed_tokens = 0
                 freed.table_version += 1
+
+    def take_transfers(self) -> tuple[Copies, Copies]:
+        """Return (device block, host block) and (host block, device block) pairs to copy now.
+
+        Empty without ``host_blocks``.  Call it once for each step, after the calls that give slots.
+        Copy the first pairs, then the ``copies`` of these calls, then the second pairs, before K/V
+        of the step are written.  Later host blocks may be evicted again, so no pair may be left
+        out, unless the manager is given up.
+        """
+        if self.tier is None:
+            return [], []
+        if "tell" in self.tier.pool.policy.hooks:
+            self.tier.pool.policy.tell(RequestInfo(self._time_ms(), *[math.nan] * 3))
+        with self._change:
+            self.interruption = MIDDLE
+            self._version += 1
+            return self.tier.take_transfers()
 
     def drop(self, seq: Sequence) -> None:
         """Forget the preempted sequence ``seq``, which will not resume."""
@@ -569,6 +680,8 @@ class CacheManager(abc.ABC):
             if self._tables:
                 return False
             self.interruption = MIDDLE
+            if self.tier is not None:
+                self.tier.reset()
             self._forget()
             self._version += 1
         return True
@@ -577,6 +690,11 @@ class CacheManager(abc.ABC):
     @abc.abstractmethod
     def num_free_blocks(self) -> int:
         """Number of blocks that an allocation could take now."""
+
+    @property
+    def num_host_blocks(self) -> int:
+        """Number of blocks of the tier in host memory; 0 without one."""
+        return 0 if self.tier is None else self.tier.pool.num_blocks
 
     @property
     def stats(self) -> CacheStats:
@@ -623,6 +741,9 @@ class CacheManager(abc.ABC):
                 f"{seq_id!r}: table {blocks} for {stored} tokens",
             )
             require(stored > 0, f"{seq_id!r}: {stored} tokens are stored")
+        if self.tier is not None:
+            tables = self._tables.values()
+            self.tier.check_invariants(b for table in tables for b in table.host_blocks)
 
     def _check_usable(self) -> None:
         if self.interruption:
@@ -645,13 +766,86 @@ class CacheManager(abc.ABC):
     def _notify_policy(
         self, seq: Sequence, output_tokens: float = math.nan, is_finished: bool = False
     ) -> None:
-        """Tell the policy which request causes the next calls."""
-        if self._listener:
-            time_ms = 1000 * self.clock() if self.clock else math.nan
+        """Tell the policies which request causes the next calls."""
+        if self._listener or self.tier is not None:
             prompt = seq.num_prompt_tokens
             blocks = prompt // self.block_size
             hints = seq.hints if is_finished else (math.nan, math.nan, *seq.hints[2:3])
-            self._listener(RequestInfo(time_ms, prompt, output_tokens, blocks, *hints))
+            request = RequestInfo(self._time_ms(), prompt, output_tokens, blocks, *hints)
+            if self._listener:
+                self._listener(request)
+            if self.tier is not None:
+                self.tier.pool.policy.tell(request)
+
+    def _time_ms(self) -> float:
+        return 1000 * self.clock() if self.clock else math.nan
+
+    def _host_keys(self, seq: Sequence, limit: int | None = None) -> list[bytes]:
+        """Keys in the tier of the first ``limit`` blocks of ``seq`` in each group."""
+        assert self.tier is not None
+        chains = (self.tier.hasher.block_hashes(seq, group) for group in range(len(self.groups)))
+        return [key for chain in chains for key in chain[:limit]]
+
+    def _load(self, table: Any, hit: Hit) -> None:
+        """Tell the tier of the new ``table``, which begins with ``hit``."""
+        assert self.tier is not None
+        tables = self._blocks_by_group(table)
+        for group, position, host in hit.loads:  # first, so that no host block is evicted
+            self.tier.load(host, tables[group][position])
+        lengths = [len(blocks) for blocks in self._hit_tables(hit)]
+        self._note_growth(table, (_NO_BLOCKS, lengths), [])
+
+    def _hit_tables(self, hit: Hit) -> list[Items[int]]:
+        """The device blocks of ``hit`` in each group."""
+        return [hit.blocks]
+
+    def _before_growth(self, table: Any) -> tuple[_FullBlocks, list[int]]:
+        """Full blocks of ``table`` that the tier does not know, and the lengths of its tables."""
+        return self._new_full_blocks(table), [len(part) for part in self._blocks_by_group(table)]
+
+    def _note_growth(
+        self, table: Any, before: tuple[_FullBlocks, list[int]], copies: Copies
+    ) -> None:
+        """Tell the tier of the blocks that ``table`` took since ``before``, and of full blocks."""
+        assert self.tier is not None
+        self.interruption = MIDDLE
+        late, lengths = before
+        self._use(table, late, is_stored=True)
+        for _, block in copies:
+            self.tier.taken(block, None)
+        new = self._new_full_blocks(table)
+        for group, blocks in enumerate(self._blocks_by_group(table)):
+            hashes = self.tier.hasher.block_hashes(table.seq, group)[: new.end]
+            for position in range(lengths[group], len(blocks)):
+                if blocks[position] != FREED:
+                    key = hashes[position] if position < len(hashes) else None
+                    self.tier.taken(blocks[position], key)
+        self._use(table, new, is_stored=False)
+
+    def _new_full_blocks(self, table: Any) -> _FullBlocks:
+        """The full blocks of ``table`` that the tier does not know yet."""
+        assert self.tier is not None
+        new = []
+        for group, blocks in enumerate(self._blocks_by_group(table)):
+            hashes = self.tier.hasher.block_hashes(table.seq, group)
+            end = min(table.seq.num_computed_tokens // self.block_size, len(hashes))
+            for position in self._cacheable(table, group, table.num_noted, end):
+                if blocks[position] != FREED:
+                    new.append((blocks[position], hashes, position))
+        return _FullBlocks(new, end)
+
+    def _cacheable(self, table: Any, group: int, first: int, last: int) -> Items[int]:
+        """Positions from ``first`` to before ``last`` whose blocks a later hit may need."""
+        return range(first, last)
+
+    def _use(self, table: Any, new: _FullBlocks, *, is_stored: bool) -> None:
+        """Let the sequence of ``table`` use the ``new`` blocks in the tier."""
+        assert self.tier is not None
+        for block, hashes, position in new.blocks:
+            host = self.tier.use(block, hashes, position, is_stored)
+            if host is not None:
+                table.host_blocks.append(host)
+        table.num_noted = max(table.num_noted, new.end)
 
     @abc.abstractmethod
     def _extend(self, table: Any, start: int, end: int) -> Copies:

@@ -60,6 +60,8 @@ class PooledManager(CacheManager):
     def on_queued(self, position: tuple[int, ...], seq: Sequence | None = None) -> None:
         if "on_queued" in self.pool.policy.hooks:
             self.pool.policy.on_queued(position, self._keys(seq) if seq else ())
+        if self.tier is not None and "on_queued" in self.tier.pool.policy.hooks:
+            self.tier.pool.policy.on_queued(position, self._host_keys(seq) if seq else ())
 
     def check_invariants(self) -> None:
         super().check_invariants()
@@ -113,12 +115,14 @@ class PooledManager(CacheManager):
             caching = self.enable_prefix_caching
             keys = self._keys(table.seq, self._max_hits(table.seq)) if caching else []
             self.pool.policy.look_up(keys)
-        if self._listener:
-            self._notify_policy(table.seq)
+        self._notify_policy(table.seq)
         self.interruption = MIDDLE
         self._share_hit(table, hit.blocks)
         if not self._is_full:
             self._share_further(table, hit)
+            num_loaded = hit.num_tokens // self.block_size
+            for part in (table, *table.others) if hit.loads else ():
+                self._fill(part, num_loaded, hit.num_tokens)
         return self._extend(table, hit.num_tokens, end)
 
     def _share_hit(self, table: PooledTable, blocks: Items[int]) -> None:

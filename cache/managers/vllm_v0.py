@@ -103,6 +103,11 @@ class VLLMv0(CacheManager):
         if not is_share:
             raise ValueError(f"watermark={watermark!r}: needs a share of the blocks in [0, 1)")
         self.num_cpu_blocks = at_least(0, "num_cpu_blocks", num_cpu_blocks)
+        if num_cpu_blocks and self.tier is not None:
+            raise ValueError(
+                f"num_cpu_blocks={num_cpu_blocks}: host_blocks={options.host_blocks} keep the "
+                "blocks of preempted sequences; give one of them"
+            )
         self.watermark_blocks = int(watermark * self.num_blocks)
         self.sliding_window = sliding_window
         self._window_blocks: int | None = None
@@ -208,8 +213,7 @@ class VLLMv0(CacheManager):
         plan = self._plan(table, end)
         check_free(self._num_planned(plan), self.gpu.num_free_blocks)
         if not table.blocks:
-            if self._listener:
-                self._notify_policy(table.seq)
+            self._notify_policy(table.seq)
             if self.enable_prefix_caching:
                 self.gpu.evictor.look_up(self._hashes(table.seq)[: self._max_hits(table.seq)])
         now = self._clock()

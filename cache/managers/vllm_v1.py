@@ -1,6 +1,6 @@
 """vLLM's present KV cache manager (v1)."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from functools import partial
 from typing import Any
@@ -125,20 +125,69 @@ class VLLMv1(PooledManager):
         hashes = self._hasher.block_hashes(seq)[:limit]
         if self._is_full:
             return self.pool.lookup(hashes), None
-        keys = [self._hasher.block_hashes(seq, group) for group in range(len(self.groups))]
-        size, length, longest, before = self.block_size, len(hashes), 0, -1
+        length, longest = self._longest_hit(seq, len(hashes), self.pool.__contains__)
+        tables = self._tables_of(seq, length)
+        junction = longest if longest > length and len(self.groups) > 1 else 0
+        return tables[0], (tables[1:], junction)
+
+    def _keys_by_group(self, seq: Sequence) -> list[list[bytes]]:
+        return [self._hasher.block_hashes(seq, group) for group in range(len(self.groups))]
+
+    def _longest_hit(
+        self, seq: Sequence, length: int, is_cached: Callable[[bytes], bool]
+    ) -> tuple[int, int]:
+        """Length up to ``length``, in blocks, of the longest prefix that all groups can resume.
+
+        Also returns the length of the longest prefix that some group can resume."""
+        keys = self._keys_by_group(seq)
+        longest, before = 0, -1
         while length != before:  # a shorter hit of one kind may shorten the hit of another
             before = length
             for group, numbers in self._alike:
-                are_cached = partial(self.pool.are_cached, [keys[number] for number in numbers])
-                length = group.longest_hit(length, size, are_cached)
+                chains = [keys[number] for number in numbers]
+                are_cached = partial(_are_cached, is_cached, chains)
+                length = group.longest_hit(length, self.block_size, are_cached)
                 longest = max(longest, length)
-        tables = []
-        for group, of_group in zip(self.groups, keys, strict=True):
+        return length, longest
+
+    def _tables_of(self, seq: Sequence, length: int) -> list[list[int]]:
+        """For each group, its leading device blocks of a hit of ``length`` blocks."""
+        size, tables = self.block_size, []
+        for group, keys in zip(self.groups, self._keys_by_group(seq), strict=True):
             unseen = group.num_unseen(length * size, size)
-            tables.append([FREED] * unseen + self.pool.lookup(of_group[unseen:length]))
-        junction = longest if longest > length and len(self.groups) > 1 else 0
-        return tables[0], (tables[1:], junction)
+            tables.append([FREED] * unseen + self.pool.lookup(keys[unseen:length]))
+        return tables
+
+    def _with_loads(self, seq: Sequence, hit: Hit, limit: int) -> Hit:
+        if self._is_full:
+            return super()._with_loads(seq, hit, limit)
+        assert self.tier is not None
+        pool, tier, keys = self.pool, self.tier, self._keys_by_group(seq)
+        limit = min(limit, len(keys[0]))
+        length, _ = self._longest_hit(seq, limit, lambda key: key in pool or tier.has(key))
+        tables, loads = self._tables_of(seq, length), []
+        for group, (table, of_group) in enumerate(zip(tables, keys, strict=True)):
+            first = len(table)
+            found = tier.lookup(of_group[first:length])
+            if len(found) < length - first:  # a device block behind a block that is not there
+                return hit
+            loads += [(group, position, host) for position, host in enumerate(found, first)]
+        if not loads:
+            return hit
+        junction = _further(hit)[1]
+        match = tables[1:], junction if junction > length else 0
+        return hit._replace(
+            blocks=tables[0], num_tokens=length * self.block_size, match=match, loads=loads
+        )
+
+    def _hit_tables(self, hit: Hit) -> list[Items[int]]:
+        further = _further(hit)[0] or [()] * (len(self.groups) - 1)
+        return [hit.blocks, *further]
+
+    def _cacheable(self, table: PooledTable, group: int, first: int, last: int) -> Items[int]:
+        if self._is_full:
+            return range(first, last)
+        return self._kept((table, *table.others)[group], first, last)
 
     def _num_to_admit(self, num_tokens: int, hit: Hit) -> int:
         chunk = self.max_in_flight_tokens if len(self.groups) > 1 else None
@@ -158,7 +207,8 @@ class VLLMv1(PooledManager):
             blocks = tables[number] if number < len(tables) else ()
             idle, new = self.pool.num_revived(self._held(blocks)), -(-end // size) - len(blocks)
             if group.kind == "state" and in_one_call:
-                new = min(new, 1)
+                num_loads = sum(number == of_group for of_group, *_ in hit.loads)
+                new = min(new, 1 + num_loads)
             elif group.kind == "state" or (chunk is not None and group.kind == "window"):
                 # A hit that others use frees nothing when it is given back.
                 new = min(new, group.num_blocks_at_once(chunk or 0, size) - idle)
@@ -297,6 +347,12 @@ class VLLMv1(PooledManager):
 
     def _forget(self) -> None:
         self.pool.reset_prefix_cache()
+
+
+def _are_cached(
+    is_cached: Callable[[bytes], bool], chains: Items[Items[bytes]], position: int
+) -> bool:
+    return all(is_cached(chain[position]) for chain in chains)
 
 
 def _further(hit: Hit) -> tuple[Items[Items[int]], int]:

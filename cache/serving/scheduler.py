@@ -85,7 +85,7 @@ class Scheduler:
         policy: "fcfs", or "priority" for requests with priorities.
 
     Raises ValueError, naming the argument, for sizes out of range, and for host blocks with a
-    manager that has a sliding window or several groups of layers.
+    manager that has a tier, a sliding window or several groups of layers.
     """
 
     def __init__(
@@ -111,6 +111,11 @@ class Scheduler:
         self.waiting = LazyHeap[ScheduledSequence]()  # by their order
         limit = self.max_num_batched_tokens if self.chunked_prefill else None
         manager.max_in_flight_tokens = limit
+        if num_host_blocks and manager.tier is not None:
+            raise ValueError(
+                f"num_host_blocks={num_host_blocks}: the manager's host_blocks keep the blocks of "
+                "preempted sequences; needs 0"
+            )
         if num_host_blocks and [group.kind for group in manager.groups] != ["full"]:
             raise ValueError(
                 f"num_host_blocks={num_host_blocks}: with a sliding_window or several groups of "
@@ -194,6 +199,8 @@ class Scheduler:
                 )
             # The running sequences are beams, and the queue's head is ahead of the beams they need.
             self._preempt(self.running.pop(), step)
+        if self.manager.tier is not None:
+            step.swap_out, step.swap_in = self.manager.take_transfers()
         return step
 
     def _schedule_running(self, step: Step, minimum: int = 1) -> int:
