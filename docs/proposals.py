@@ -64,7 +64,7 @@ def page() -> str:
 
 def _queue() -> str:
     rows, commit = _results("eviction_serving")
-    rows = rows[(rows["host_gib"] == 0) & rows["policy"].isin(["lru", "queue_informed"])]
+    rows = rows[rows["policy"].isin(["lru", "queue_informed"])]
     slices = rows["slice"].groupby(rows["trace"]).nunique().max()
     text = _TEXTS["queue"].format(slices=slices, commit=commit)
     for at, cells in rows.groupby(["trace", "loop", "load", "pool_gib"], sort=False):

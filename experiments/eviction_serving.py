@@ -7,9 +7,7 @@ eviction should improve.  The bounds are ``no_cache`` (prefix caching off, same 
 ``infinite`` (a cache that never evicts).
 
 An H100 has about 48 GiB left for the pool beside the weights.  Larger pools stand for several GPUs.
-
-``host_gib`` adds a tier in host memory to the smallest pool, see ``HostTier``.  Then the pool uses
-``lru``, and the tier uses the policy.
+``tier`` adds blocks in host memory.
 
 Requests arrive at the times of the trace.  Gaps are scaled so that on average ``load`` times as
 many prompt tokens arrive as can be computed.  Requests above the model's maximum of 131,072 tokens
@@ -25,8 +23,7 @@ number of waiting requests, so ``queue_informed`` and ``lru`` also run at a high
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,8 +31,6 @@ import numpy as np
 
 import cache
 from cache.replay.overlapping import LOOP_COLUMNS, most_hits
-from cache.serving.request import ScheduledSequence
-from cache.serving.scheduler import Step
 from experiments import quantiles, serving, style
 from experiments.eviction import Policy, named_policy, policy_spec
 from experiments.harness import (
@@ -54,8 +49,6 @@ from experiments.load.workloads import OnSlices, Source
 _NO_CACHE, _INFINITE = "no_cache", "infinite"
 """Values of ``policy`` for the bounds: prefix caching off, and a cache that never evicts."""
 _QUEUE = "queue_informed"
-_NO_TIER = "ttl", "session_end", _QUEUE
-"""Policies that equal LRU in a tier: it has no queue and stores prompts before hints are known."""
 _MODEL, _GPU, _MOST_TOKENS = "llama-3.1-8b", "H100-SXM", 131_072
 
 
@@ -69,12 +62,10 @@ class EvictionServing(OnSlices):
     None: lru, fifo, lfu, ttl, session_end, safeguarded, queue_informed."""
     pool_gib: Axis[Positive] = (48.0, 192.0)
     """Memory for K/V."""
-    host_gib: Axis[Positive] = (512.0,)
-    """Host memory of the tier; 0 in cells without a tier."""
     num_requests: Count = 1_000
     load: Axis[Positive] = (0.5, 1.0)
     """Average number of prompt tokens, cached or not, that arrive while the GPU can compute one.
-    Loads after the first are run only with lru and queue_informed, without a tier."""
+    Loads after the first are run only with lru and queue_informed."""
     host_ms: Natural = 1
     """Assumed time of the engine's own code in each step, in milliseconds."""
 
@@ -86,28 +77,31 @@ def cells(options: EvictionServing) -> Iterator[EvictionServing]:
     policies = [*map(named_policy, options.policy or default)]
     load, *further_loads = options.load
     compared = [policy for policy in policies if policy in ("lru", _QUEUE)]
-    with_tier = [policy for policy in policies if policy not in _NO_TIER]
     for trace in traces:
         at = {"trace": [trace], "load": [load]}
-        alone = {**at, "host_gib": [0.0]}
-        yield from grid(options, policy=[*policies, _NO_CACHE], **alone)
-        yield from grid(options, policy=[_INFINITE], pool_gib=[float("inf")], **alone)
-        yield from grid(options, policy=with_tier, pool_gib=options.pool_gib[:1], **at)
-        yield from grid(options, policy=compared, **{**alone, "load": further_loads})
+        yield from grid(options, policy=[*policies, _NO_CACHE], **at)
+        yield from grid(options, policy=[_INFINITE], pool_gib=[float("inf")], **at)
+        yield from grid(options, policy=compared, **{**at, "load": further_loads})
 
 
 def run_cell(cell: EvictionServing) -> list[dict[str, Any]]:
-    return [row_of(cell, served(cell.trace), policy_spec(cell.policy))]
+    trace = served(cell.trace)
+    caching = cell.policy != _NO_CACHE
+    clock = make_clock(host_seconds=cell.host_ms / 1000, block_size=trace.block_size)
+    return [row_of(cell, trace, clock, policy_spec(cell.policy), enable_prefix_caching=caching)]
 
 
 def row_of(
-    cell: EvictionServing, trace: cache.Trace, policy: str | cache.EvictionPolicy
+    cell: EvictionServing,
+    trace: cache.Trace,
+    clock: GpuClock,
+    policy: str | cache.EvictionPolicy,
+    **options: Any,
 ) -> dict[str, Any]:
     """Serve ``trace`` (from ``served``, perhaps with other hints) with ``policy`` in the cell's
-    pool, or in its tier if there is one; returns the row of the table."""
-    clock = _clock(cell.host_ms)
+    pool.  ``options``: options of ``make_manager``.  Returns the row of the table."""
     assert trace.block_size is not None
-    block_bytes = trace.block_size * clock.kv_bytes_per_token
+    block_bytes = clock.block_bytes
     if cell.policy == _INFINITE:
         longest = trace.input_lengths + trace.output_lengths
         num_blocks = int((longest // trace.block_size + 1).sum())
@@ -117,36 +111,28 @@ def row_of(
         "vllm_v1",
         num_blocks=num_blocks,
         block_size=trace.block_size,
-        policy="lru" if cell.host_gib else policy,
-        enable_prefix_caching=cell.policy != _NO_CACHE,
+        policy=policy,
+        **options,
     )
     step = clock.max_num_batched_tokens
     offered = cell.load * step / clock.seconds([], [(step, step)], 1)
     seconds = float(trace.timestamps_ms[-1] - trace.timestamps_ms[0]) / 1000
     scale = float(trace.input_lengths.sum()) / offered / seconds
-    tier = None
-    if cell.host_gib:
-        host_blocks = int(cell.host_gib * 2**30 / block_bytes)
-        sizes: dict[str, Any] = {"num_blocks": host_blocks, "block_size": trace.block_size}
-        host = cache.make_manager("vllm_v1", **sizes, policy=policy)
-        tier = HostTier(clock, manager, host)
     is_closed = trace.columns.keys() >= LOOP_COLUMNS
     run = cache.simulate_serving(
         trace,
         manager=manager,
-        service=tier or clock,
+        service=clock,
         time_scale=scale,
         closed_loop=is_closed,
-        runner=tier,
     )
     stats, most = run.stats, most_hits(trace)
-    loaded = tier.loaded_blocks if tier else 0
     return {
         "trace": trace.name,
         "slice": cell.trace.slice,
         "loop": "closed" if is_closed else "open",
         "policy": str(cell.policy),
-        **cell.columns("pool_gib", "host_gib", "load", "host_ms"),
+        **cell.columns("pool_gib", "load", "host_ms"),
         "model": clock.model,
         "gpu": clock.gpu,
         "requests": len(trace),
@@ -157,10 +143,12 @@ def row_of(
         "unique_gib": trace.num_unique_blocks * block_bytes / 2**30,
         "gaps_scaled_by": scale,
         "block_hit_rate": stats.block_hit_rate,
-        "host_block_hit_rate": loaded / max(1, stats.queried_blocks),
+        "host_block_hit_rate": stats.host_hit_blocks / max(1, stats.queried_blocks),
         "most_block_hit_rate": most / max(1, stats.queried_blocks),
-        "passed": stats.hit_blocks + loaded <= most,
+        "passed": stats.hit_blocks + stats.host_hit_blocks <= most,
         "resumed_block_hit_rate": stats.resumed_hit_blocks / max(1, stats.resumed_queried_blocks),
+        "stored_gib": stats.stored_blocks * block_bytes / 2**30,
+        "loaded_gib": stats.loaded_blocks * block_bytes / 2**30,
         "evictions": stats.evicted_blocks,
         "preemptions": run.preemptions,
         "mean_running": run.mean_running,
@@ -171,64 +159,10 @@ def row_of(
     }
 
 
-class HostTier:
-    """A tier of K/V blocks in host memory, managed by ``tier``.  ``duration`` adds its loads to
-    ``clock``'s time.
-
-    An admitted request's prompt is allocated in the tier and freed, so its blocks stay in the tier
-    until they are evicted.  Where the pool's hit ends, further blocks that the tier has are loaded
-    over the PCIe link instead of computed.  Their tokens still count in the scheduler's token
-    budget.  Storing costs no time, because this direction of the link is idle.  ``loaded_blocks``
-    counts first admissions only, like the hit rates of managers."""
-
-    def __init__(
-        self, clock: GpuClock, manager: cache.CacheManager, tier: cache.CacheManager
-    ) -> None:
-        self.max_num_seqs = clock.max_num_seqs
-        self.max_num_batched_tokens = clock.max_num_batched_tokens
-        self.loaded_blocks = 0
-        self._clock, self._manager, self._tier = clock, manager, tier
-        self._loaded_to: dict[Hashable, int] = {}
-        self._step_blocks = 0
-        block_bytes = tier.block_size * clock.kv_bytes_per_token
-        self._block_seconds = block_bytes / clock.host_bandwidth
-
-    def run(self, step: Step, manager: cache.CacheManager) -> None:
-        """Look up and store the blocks of the sequences that the step admits."""
-        self._step_blocks = 0
-        for seq in step.admitted:
-            loaded = self._admit(seq)
-            self._step_blocks += loaded
-            if not seq.request.stats.num_preemptions:
-                self.loaded_blocks += loaded
-
-    def duration(self, step: Step) -> float:
-        computed = Step(copies=step.copies)
-        for seq, count in zip(step.sequences, step.counts, strict=True):
-            start = seq.num_computed_tokens - count
-            skipped = max(0, self._loaded_to.get(seq.seq_id, 0) - start)
-            if skipped < count:
-                computed.sequences.append(seq)
-                computed.counts.append(count - skipped)
-        return self._clock.duration(computed) + self._step_blocks * self._block_seconds
-
-    def _admit(self, seq: ScheduledSequence) -> int:
-        """Look up and store the blocks of ``seq``; returns the number of blocks to load."""
-        self._tier.clock = self._manager.clock
-        stored = cache.Sequence(seq.seq_id, seq.token_ids)
-        stored.hints = (math.nan, *seq.hints[1:])  # a client tells hints, not what the answer calls
-        try:
-            found = self._tier.allocate(stored)
-        except cache.OutOfBlocks:
-            return 0
-        self._tier.free(stored)
-        self._loaded_to[seq.seq_id] = found
-        return max(0, found - seq.num_cached_tokens) // self._tier.block_size
-
-
 @functools.cache
-def _clock(host_ms: int) -> GpuClock:
-    return GpuClock(_MODEL, _GPU, host_seconds=host_ms / 1000)
+def make_clock(**options: Any) -> GpuClock:
+    """The clock of this model and GPU.  ``options``: options of ``GpuClock``."""
+    return GpuClock(_MODEL, _GPU, **options)
 
 
 @functools.lru_cache(maxsize=1)
@@ -240,23 +174,20 @@ def served(source: Source) -> cache.Trace:
 
 
 def _draw(rows: style.DataFrame) -> style.Figure:
-    """A row of panels per trace, at the first load: hit rate and time by pool; time divided by
-    LRU's time by pool and by tier.  Points are means over the slices, bars their range."""
+    """A row of panels per trace, at the first load: by pool, hit rate, time, and time divided by
+    LRU's time.  Points are means over the slices, bars their range."""
     rows = rows[rows["load"] == rows["load"].iloc[0]]
     rows = rows.assign(over_lru=over_lru(rows))
     lines = style.policy_lines(rows["policy"].unique())
     lines[_NO_CACHE] = style.line(style.GREY, "", "dashdot") | {"label": "no prefix caching"}
     pools = sorted(rows[rows["pool_gib"] < float("inf")]["pool_gib"].unique())
-    tiers = sorted(rows["host_gib"].unique())
     rows["pool"] = rows["pool_gib"].map(dict(zip(pools, range(len(pools)), strict=True)))
-    rows["tier"] = rows["host_gib"].map(tiers.index)
     traces = rows.groupby("trace", sort=False)
-    figure, axes, _ = style.panel_grid(4 * len(traces), columns=4, height=1.9, width=1.75)
+    figure, axes, _ = style.panel_grid(3 * len(traces), columns=3, height=1.9, width=2.3)
     mean = functools.partial(quantiles.draws, middle="mean")
     for number, (trace, of_trace) in enumerate(traces):
-        panels = axes[4 * number : 4 * number + 4]
-        alone = of_trace[of_trace["host_gib"] == 0]
-        for policy, some in alone.groupby("policy", sort=False):
+        panels = axes[3 * number : 3 * number + 3]
+        for policy, some in of_trace.groupby("policy", sort=False):
             look = lines[policy]
             if policy == _INFINITE:
                 panels[0].axhline(100 * some["most_block_hit_rate"].mean(), **look)
@@ -267,23 +198,16 @@ def _draw(rows: style.DataFrame) -> style.Figure:
                 continue
             mean(panels[0], some.assign(hits=100 * some["block_hit_rate"]), "pool", "hits", **look)
             mean(panels[2], some, "pool", "over_lru", **look)
-            if policy not in _NO_TIER:
-                behind = (of_trace["policy"] == policy) & (of_trace["pool"] == 0)
-                mean(panels[3], of_trace[behind], "tier", "over_lru", **look)
         count, loop = of_trace["slice"].nunique(), of_trace["loop"].iloc[0]
-        tier = f"tier behind {pools[0]:g} GiB" if pools else ""
-        titles = f"{trace}\n{count} slices, {loop} loop", "", "", tier
-        labels = "block hit rate (%)", "time to first token (s)", *("time / LRU's",) * 2
+        titles = f"{trace}\n{count} slices, {loop} loop", "", ""
+        labels = "block hit rate (%)", "time to first token (s)", "time / LRU's"
         for axis, title, label in zip(panels, titles, labels, strict=True):
             axis.set(title=title, ylabel=label, xlabel="pool (GiB)")
             axis.set_xticks(range(len(pools)), map("{:g}".format, pools))
-        panels[3].set_xticks(range(len(tiers)), map("{:g}".format, tiers))
-        panels[3].set_xlabel("tier (GiB)")
         panels[1].set_yscale("log")
         style.plain_log_ticks(panels[1].yaxis)
         panels[0].set_ylim(0, 1.1 * panels[0].get_ylim()[1])
-        for axis in panels[2:]:
-            axis.set_ylim(min(0.9, axis.get_ylim()[0]), max(1.1, axis.get_ylim()[1]))
+        panels[2].set_ylim(min(0.9, panels[2].get_ylim()[0]), max(1.1, panels[2].get_ylim()[1]))
     notes = f"Llama 3.1 8B on an H100; bars: all slices. {CLOCK_DISCLAIMER}"
     return style.shared_legend(figure, columns=4, xlabel=serving.noted(figure, "", notes))
 
@@ -291,7 +215,7 @@ def _draw(rows: style.DataFrame) -> style.Figure:
 def _draw_queue(rows: style.DataFrame) -> style.Figure | None:
     """Draw ``queue_informed``'s time / LRU's time against LRU's mean number of waiting requests."""
     rows = rows.assign(over_lru=over_lru(rows), waiting=_of_lru(rows, "mean_waiting"))
-    rows = rows[(rows["policy"] == _QUEUE) & (rows["host_gib"] == 0)].dropna(subset="over_lru")
+    rows = rows[rows["policy"] == _QUEUE].dropna(subset="over_lru")
     if rows.empty:
         return None
     traces = rows.groupby("trace", sort=False)
@@ -312,8 +236,10 @@ def _draw_queue(rows: style.DataFrame) -> style.Figure | None:
 
 
 def _of_lru(rows: style.DataFrame, column: str) -> style.Series:
-    """For each row: LRU's value of ``column`` with the same slice, load, pool and tier."""
-    at = ["trace", "slice", "pool_gib", "host_gib", "load"]
+    """For each row: LRU's value of ``column`` with the same slice, load and pool, and with the
+    same tier if there are tiers."""
+    at = ["trace", "slice", "pool_gib", "load"]
+    at += [name for name in ("host_gib", "store", "link_gb_s", "transfers") if name in rows]
     lru = rows[column].where(rows["policy"] == "lru")
     return lru.groupby([rows[name] for name in at]).transform("max")
 
@@ -325,9 +251,8 @@ def over_lru(rows: style.DataFrame) -> style.Series:
 
 def _summary(rows: style.DataFrame) -> style.DataFrame:
     rows = rows.assign(over_lru=over_lru(rows))
-    by = ["trace", "loop", "load", "pool_gib", "host_gib", "policy"]
-    values = ["block_hit_rate", "host_block_hit_rate", "most_block_hit_rate"]
-    values += ["mean_waiting", "ttft_mean_s", "over_lru"]
+    by = ["trace", "loop", "load", "pool_gib", "policy"]
+    values = ["block_hit_rate", "most_block_hit_rate", "mean_waiting", "ttft_mean_s", "over_lru"]
     return quantiles.over_slices(rows, by, values).assign(basis=CLOCK_DISCLAIMER)
 
 
@@ -335,9 +260,7 @@ EXPERIMENT = Experiment(
     name="eviction_serving",
     figure="time to first token under each policy and pool: Llama 3.1 8B, H100 modelled",
     options=EvictionServing(),
-    quick=EvictionServing(
-        policy=("lru", _QUEUE), pool_gib=(48.0,), host_gib=(512.0,), num_requests=100, slices=1
-    ),
+    quick=EvictionServing(policy=("lru", _QUEUE), pool_gib=(48.0,), num_requests=100, slices=1),
     cells=cells,
     run_cell=run_cell,
     plot=style.plotter(

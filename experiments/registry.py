@@ -11,6 +11,7 @@ _MODULES = (  # the report has this order
     "serving",
     "eviction",
     "eviction_serving",
+    "tier",
     "sessions",
     "hybrid",
     "sharing",

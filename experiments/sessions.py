@@ -10,7 +10,7 @@ log-normal like all pauses.  ``ttl_tuned``: the time to live with most hits in t
 ``replay``: serial replays.  *Share*: of LRU's distance to Belady's optimum, if that is at least 0.2
 points of block hit rate; ``judged``: in the last third of the trace.  The constants of
 ``session_gap`` were chosen on the first two thirds of claude_code_512_a.  ``loop``: the closed loop
-of ``eviction_serving`` on slices of the first trace.  The tier gets hints when a prompt is stored.
+of ``tier`` on slices of the first trace, with its first rule and link.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ import numpy as np
 import cache
 from cache.replay.overlapping import LOOP_COLUMNS
 from experiments import TRACES, quantiles, style
-from experiments.eviction_serving import EvictionServing, over_lru, row_of, served
+from experiments.eviction_serving import over_lru, served
 from experiments.harness import Axis, Count, Experiment, Percent, Positive, Unavailable, grid
 from experiments.harness.grid import one_of
 from experiments.load import workloads
 from experiments.load.gpu_clock import CLOCK_DISCLAIMER
+from experiments.tier import Tier, row_of
 
 _TRACES = TRACES / "claude_code_512_a.jsonl.zst", TRACES / "unseen/claude_code_512_b.jsonl.zst"
 _ERRORS = "0", "0.25", "0.5", "1", "2"
@@ -41,7 +42,7 @@ _IN_LOOP = "lru", "gittins", "predicted", "ends", "told_0_ends", "told_1_ends", 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sessions(EvictionServing):
+class Sessions(Tier):
     """The grid: parts x traces x pools x policies with hints."""
 
     part: Axis[Literal["replay", "loop"]] = ("replay", "loop")
@@ -58,14 +59,15 @@ class Sessions(EvictionServing):
 
 def cells(options: Sessions) -> Iterator[Sessions]:
     options = replace(options, trace=options.trace or _TRACES)
+    alike = {name: getattr(options, name)[:1] for name in ("store", "link_gb_s", "transfers")}
     no_pool: dict[str, Any] = {"part": ["replay"], "pool_gib": [0.0], "host_gib": [0.0]}
     if "replay" in options.part:
-        yield from grid(options, trace=[*options.sources()], **no_pool)
+        yield from grid(options, trace=[*options.sources()], **no_pool, **alike)
     if "loop" in options.part:
         loop = {"part": ["loop"], "policy": filter(options.policy.__contains__, _IN_LOOP)}
         loop |= {"host_gib": [0.0, *options.host_gib], "capacity_percent": [100.0]}
         slices = replace(options, trace=options.trace[:1]).sliced_sources()
-        yield from grid(options, trace=slices, **loop)
+        yield from grid(options, trace=slices, **loop, **alike)
 
 
 def run_cell(cell: Sessions) -> list[dict[str, Any]]:

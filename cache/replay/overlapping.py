@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 from cache.checks import at_least, finite
 from cache.managers import CacheManager, CacheStats
-from cache.serving.engine import Runner
 from cache.serving.open_loop import Clock, ServiceModel, engine_without_model, serve
 from cache.serving.scheduler import longest_that_fits
 from cache.traces.trace import Trace
@@ -68,7 +67,6 @@ def simulate_serving(
     service: Clock | None = None,
     time_scale: float = 1.0,
     closed_loop: bool = False,
-    runner: Runner | None = None,
 ) -> ServingReplayResult:
     """Serve ``trace`` with ``manager``.  It must be empty, and is empty again afterwards.
 
@@ -78,8 +76,6 @@ def simulate_serving(
     ``closed_loop``: a request arrives ``think_time`` after the previous request of the same
     ``session`` and ``agent`` (columns of the trace) has finished.  First requests arrive at their
     times.
-
-    ``runner``: runs each step before ``service`` models its duration.  None: nothing runs.
 
     Raises ValueError for a manager with blocks in use, a ``time_scale`` that is negative or not
     finite, a closed loop of a trace without these columns, or a trace with unknown block size.
@@ -102,7 +98,6 @@ def simulate_serving(
         max_num_seqs=service.max_num_seqs,
         max_num_batched_tokens=service.max_num_batched_tokens,
         max_model_len=longest + 1,
-        runner=runner,
     )
     begin, end = trace.timestamps_ms[[0, -1]].tolist() if len(trace) else (0.0, 0.0)
     if not math.isfinite((end - begin) * time_scale):

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from cache.checks import at_least, finite
 from cache.managers.base import CacheManager
-from cache.serving.engine import Engine, HostTokens, Runner
+from cache.serving.engine import Engine, HostTokens
 from cache.serving.request import RequestStats, ScheduledSequence
 from cache.serving.sampling_params import SamplingParams
 from cache.serving.scheduler import Scheduler, Step
@@ -174,12 +174,9 @@ def engine_without_model(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     max_model_len: int,
-    runner: Runner | None = None,
     **options: Any,
 ) -> Engine:
     """An engine that schedules requests on ``manager``, and whose steps compute nothing.
-
-    ``runner`` runs the steps in place of ``NoModel``, which samples.
 
     ``options`` go to ``Scheduler``.  If the design of ``manager`` cannot chunk a prompt, a step may
     have as many tokens as the longest sequence.
@@ -193,7 +190,7 @@ def engine_without_model(
         **options,
     )
     model = NoModel()
-    return Engine(scheduler, runner or model, model, max_model_len=max_model_len)
+    return Engine(scheduler, model, model, max_model_len=max_model_len)
 
 
 def serve(

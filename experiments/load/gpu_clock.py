@@ -23,8 +23,10 @@ experiments/gpu_times. The rest is modelled:
 * A product with more columns than the table has (LM heads): several products of equal size.
 * Small kernels (norms, RoPE, activations): their bytes at 80 % of the bandwidth, and 2 us each.
   Sampling reads the logits five times.
-* Block copies: the memory's bandwidth. Swaps: the PCIe link's bandwidth, without overlap. K and V
-  of each layer are separate transfers. Each takes ``transfer_seconds`` more than its bytes.
+* Block copies: the memory's bandwidth. Swaps: the bandwidth of the link to the host. K and V of
+  each layer are separate transfers. Each takes ``transfer_seconds`` more than its bytes. Swaps and
+  computation take turns, as in this project's runner. With ``overlaps_swaps`` the longest of
+  computation, swaps out and swaps in counts: the bound of systems that load layer by layer.
 * A GPU whose bandwidth was not measured: memory-bound time scales with the bandwidth.
 
 The caller assumes ``transfer_seconds`` and ``host_seconds``, the engine's own time per step.
@@ -65,6 +67,8 @@ class GpuClock:
         transfer_seconds: assumed time of each transfer to or from the host, besides its bytes'
         time.
         block_size: tokens of the blocks that steps copy and swap.
+        host_bandwidth: bytes per second to and from the host. None: the maker's, from cards.csv.
+        overlaps_swaps: see above.
 
     Raises ValueError for a step beyond the measured range, and for a model, GPU or shape that was
     not measured (the message lists the measured values).
@@ -79,6 +83,8 @@ class GpuClock:
         host_seconds: float = 0.0,
         transfer_seconds: float = 0.0,
         block_size: int = 16,
+        host_bandwidth: float | None = None,
+        overlaps_swaps: bool = False,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
     ) -> None:
@@ -94,6 +100,9 @@ class GpuClock:
             1, "max_num_batched_tokens", max_num_batched_tokens, 2**20
         )
         self._shape, self._card = shape, card
+        bandwidth = card.host_bandwidth if host_bandwidth is None else host_bandwidth
+        self.host_bandwidth = finite("host_bandwidth", bandwidth, positive=True)
+        self.overlaps_swaps = overlaps_swaps
         self._slow = card.measured_bandwidth / card.bandwidth
         self._dense = self._dense_seconds()
         self._head = self._head_seconds()
@@ -105,9 +114,9 @@ class GpuClock:
         return 4 * self._shape.layers * self._shape.kv_heads * self._shape.head_dim
 
     @property
-    def host_bandwidth(self) -> float:
-        """Bytes per second between GPU and host memory."""
-        return self._card.host_bandwidth
+    def block_bytes(self) -> int:
+        """Bytes of a block, summed over all layers and GPUs."""
+        return self.block_size * self.kv_bytes_per_token
 
     def duration(self, step: Step) -> float:
         """Seconds that ``step`` takes."""
@@ -119,12 +128,15 @@ class GpuClock:
                 contexts.append(context)
             else:
                 chunks.append((count, context))
-        block_bytes = self.block_size * self.kv_bytes_per_token / self.tensor_parallel
-        copied = 2 * len(step.copies) / self._card.bandwidth
-        blocks = len(step.swap_out) + len(step.swap_in)
-        swapped = blocks / self.host_bandwidth
-        transfers = 2 * self._shape.layers * blocks * self.transfer_seconds
-        return self.seconds(contexts, chunks, rows) + block_bytes * (copied + swapped) + transfers
+        block_bytes = self.block_bytes / self.tensor_parallel
+        copied = 2 * len(step.copies) * block_bytes / self._card.bandwidth
+        swapped = block_bytes / self.host_bandwidth
+        swapped += 2 * self._shape.layers * self.transfer_seconds
+        swap_out, swap_in = len(step.swap_out) * swapped, len(step.swap_in) * swapped
+        computed = self.seconds(contexts, chunks, rows) + copied
+        if self.overlaps_swaps:
+            return max(computed, swap_out, swap_in)
+        return computed + swap_out + swap_in
 
     def seconds(
         self, contexts: Sequence[int], chunks: Sequence[tuple[int, int]] = (), rows: int = 0

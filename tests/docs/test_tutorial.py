@@ -29,7 +29,7 @@ def test_the_33rd_token_of_c_follows_its_32nd():
     assert "20" not in texts
 
 
-@pytest.mark.parametrize("page", ["hybrid", "sessions"])
+@pytest.mark.parametrize("page", ["hybrid", "sessions", "tiers"])
 def test_the_page_prints_what_it_says(page, capsys):
     torch.set_num_threads(1)  # tiny matrices: threads would only wait for each other
     text = (tutorial.FOLDER / f"{page}.md").read_text()

@@ -39,8 +39,8 @@ TINY_RUNS = {
     "--repeats 1 --block-size 4 16 --policy lru no_cache gittins random --pool-percent 20",
     "eviction": "9 --trace {chat} --capacity-percent 5 20 "
     "--policy lru --policy sieve --policy belady --policy {policy}:Mine",
-    "eviction_serving": "30 --trace {chat} --policy {policy}:Mine --policy lru "
-    "--policy queue_informed --pool-gib 1 4 --host-gib 2 --num-requests 60 --slices 2",
+    "eviction_serving": "26 --trace {chat} --policy {policy}:Mine --policy lru "
+    "--policy queue_informed --pool-gib 1 4 --num-requests 60 --slices 2",
     "fp8_quality": "6 --model tiny --windows 2 --calibration-windows 1 --window-tokens 40 "
     "--threads 1",
     "hybrid": "25 --trace {chat} --model gpt-oss-120b --policy lru --policy arc --layout full r0",
@@ -61,6 +61,8 @@ TINY_RUNS = {
     "--system contiguous_max contiguous_oracle paged --traffic 0.01 --bisections 1",
     "sessions": "13 --trace {sessions} --policy lru gittins told_1 told_1_ends --seeds 2 "
     "--capacity-percent 20 --num-requests 30 --slices 1",
+    "tier": "20 --trace {chat} --policy lru --policy {policy}:Mine --pool-gib 0.5 "
+    "--host-gib 0.25 1 4096 8192 --store through exclusive --link-gb-s 52 1 --slices 1 ",
     "shared_prefix": "3 --load five_shot --draw 0 --traffic 0.02 --bisections 1",
     "sharing": "4 --like alpaca --num-sequences 2 3 --num-requests 3",
 }

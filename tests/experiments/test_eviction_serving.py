@@ -18,12 +18,12 @@ def trace(inputs) -> Path:
 
 def rows_of(trace, **options):
     """Rows by policy and pool."""
-    given = {"policy": ("lru", "mru"), "pool_gib": (0.5, 2.0), "host_gib": (0.125, 16.0)}
-    given |= {"slices": 1, "load": (0.5,), **options}
+    given = {"policy": ("lru", "mru"), "pool_gib": (0.5, 2.0), "slices": 1, "load": (0.5,)}
+    given |= options
     cells = eviction_serving.EXPERIMENT.checked_cells(EvictionServing(trace=(trace,), **given))
     rows = [row for cell in cells for row in eviction_serving.run_cell(cell)]
     assert all(row["passed"] for row in rows)
-    return {(row["policy"], row["host_gib"] or row["pool_gib"]): row for row in rows}
+    return {(row["policy"], row["pool_gib"]): row for row in rows}
 
 
 def test_hits_save_time_and_the_bounds_are_bounds(trace):
@@ -37,18 +37,6 @@ def test_hits_save_time_and_the_bounds_are_bounds(trace):
     assert infinite["ttft_mean_s"] <= many["ttft_mean_s"] < few["ttft_mean_s"]
     assert few["ttft_mean_s"] < none["ttft_mean_s"]
     assert few["evictions"] > 0
-
-
-def test_a_tier_finds_what_the_pool_evicted_and_loads_it_faster_than_it_is_computed(trace):
-    """One request after the other, so all hits of an infinite cache are found."""
-    rows = rows_of(trace, load=(0.01,))
-    small, large = rows["lru", 0.125], rows["lru", 16.0]
-    alone, infinite = rows["lru", 0.5], rows["infinite", float("inf")]
-    assert alone["host_block_hit_rate"] == 0 <= small["host_block_hit_rate"]
-    assert small["host_block_hit_rate"] < large["host_block_hit_rate"]
-    found = large["block_hit_rate"] + large["host_block_hit_rate"]
-    assert found == pytest.approx(infinite["block_hit_rate"], rel=0.02), "nothing is lost there"
-    assert large["ttft_mean_s"] < small["ttft_mean_s"] <= alone["ttft_mean_s"]
 
 
 def test_knowing_the_queue_helps_once_requests_wait(trace):
@@ -83,10 +71,10 @@ def test_the_grid(trace):
         "lru", "fifo", "lfu", "ttl", "session_end", "safeguarded", "queue_informed",
         "no_cache", "infinite",
     }  # fmt: skip
-    assert len(cells) == 8 * 2 + 1 + 4 + 2 * 2
+    assert len(cells) == 8 * 2 + 1 + 2 * 2
     options = EvictionServing(policy=("lru",), load=(0.5,))
     default = eviction_serving.EXPERIMENT.checked_cells(options)
-    traces = [cell.trace for cell in default][:: 2 * 2 + 1 + 1]
+    traces = [cell.trace for cell in default][:: 2 * 2 + 1]
     assert [trace.file.path for trace in traces[::5]] == [*REAL_TRACES]
     places = [(trace.first, trace.num_requests) for trace in traces[5:10]]
     assert places == [(2406 * number, 1000) for number in range(5)], "apart"
@@ -100,7 +88,6 @@ def test_a_preempted_request_counts_once(tmp_path):
     rows = rows_of(tmp_path / "t.jsonl", policy=("lru",), pool_gib=(0.75,), load=(8.0,))
     with pytest.raises(ValueError, match="--slices 61: t"):
         rows_of(tmp_path / "t.jsonl", slices=61)
-    for tier in (0.75, 16.0):
-        row = rows["lru", tier]
-        assert row["preemptions"] > 0 < row["resumed_block_hit_rate"]
-        assert row["block_hit_rate"] == row["host_block_hit_rate"] == 0
+    row = rows["lru", 0.75]
+    assert row["preemptions"] > 0 < row["resumed_block_hit_rate"]
+    assert row["block_hit_rate"] == row["host_block_hit_rate"] == 0
