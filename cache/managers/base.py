@@ -207,6 +207,12 @@ class CacheOptions:
     inclusive: bool = True
 
 
+_TIER_DEFAULTS = {
+    name: getattr(CacheOptions, name)
+    for name in ("host_policy", "store", "store_threshold", "inclusive")
+}
+
+
 def _not_offered(feature: str) -> Callable[..., Any]:
     """Make the method ``feature`` for a design that does not offer it."""
 
@@ -309,6 +315,9 @@ class CacheManager(abc.ABC):
         self._counts = dict.fromkeys(CacheStats.__dataclass_fields__, 0)
         if at_least(0, "host_blocks", options.host_blocks):
             self.tier = self._new_tier(options)
+        for name, default in _TIER_DEFAULTS.items():
+            if self.tier is None and getattr(options, name) != default:
+                raise ValueError(f"{name}={shown(getattr(options, name))}: needs host_blocks > 0")
         self._tables: dict[Hashable, Any] = {}  # of _table_class
         self._preempted: set[Hashable] = set()  # ids of sequences that will resume
         self._version = 0  # a change makes earlier hits stale
@@ -454,8 +463,6 @@ class CacheManager(abc.ABC):
         if num_lookahead_tokens != 0:
             table.num_lookahead_tokens = _checked_lookahead(self, num_lookahead_tokens)
         counts, kind = self._counts, "resumed_" if seq.seq_id in self._preempted else ""
-        if self.tier is not None and "look_up" in self.tier.pool.policy.hooks:
-            self.tier.pool.policy.look_up(self._host_keys(seq, self._max_hits(seq)))
         with self._change:
             copies = self._begin(table, hit, end)
             self._tables[seq.seq_id] = table
@@ -698,7 +705,7 @@ class CacheManager(abc.ABC):
 
     @property
     def stats(self) -> CacheStats:
-        """The present values of the counters.  They count device blocks only."""
+        """The present values of the counters."""
         return CacheStats(**self._counts)
 
     def memory_usage(self) -> MemoryUsage:
@@ -776,6 +783,12 @@ class CacheManager(abc.ABC):
                 self._listener(request)
             if self.tier is not None:
                 self.tier.pool.policy.tell(request)
+
+    def _notify_of_admission(self, seq: Sequence) -> None:
+        """Tell the policies that ``seq`` is admitted.  Blocks are checked, and none is taken."""
+        self._notify_policy(seq)
+        if self.tier is not None and "look_up" in self.tier.pool.policy.hooks:
+            self.tier.pool.policy.look_up(self._host_keys(seq, self._max_hits(seq)))
 
     def _time_ms(self) -> float:
         return 1000 * self.clock() if self.clock else math.nan

@@ -115,7 +115,7 @@ class PooledManager(CacheManager):
             caching = self.enable_prefix_caching
             keys = self._keys(table.seq, self._max_hits(table.seq)) if caching else []
             self.pool.policy.look_up(keys)
-        self._notify_policy(table.seq)
+        self._notify_of_admission(table.seq)
         self.interruption = MIDDLE
         self._share_hit(table, hit.blocks)
         if not self._is_full:

@@ -107,7 +107,7 @@ class Radix(CacheManager):
         check_free(
             self._num_blocks_for(end) - len(hit.blocks) + self._num_idle(hit), self.num_free_blocks
         )
-        self._notify_policy(table.seq)
+        self._notify_of_admission(table.seq)
         self.interruption = MIDDLE
         table.num_prompt_tokens = len(table.seq.token_ids)
         table.node = self.tree.root

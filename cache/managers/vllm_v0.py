@@ -213,7 +213,7 @@ class VLLMv0(CacheManager):
         plan = self._plan(table, end)
         check_free(self._num_planned(plan), self.gpu.num_free_blocks)
         if not table.blocks:
-            self._notify_policy(table.seq)
+            self._notify_of_admission(table.seq)
             if self.enable_prefix_caching:
                 self.gpu.evictor.look_up(self._hashes(table.seq)[: self._max_hits(table.seq)])
         now = self._clock()
