@@ -127,7 +127,7 @@ def row_of(
         closed_loop=is_closed,
     )
     stats, most = run.stats, most_hits(trace)
-    return {
+    row = {
         "trace": trace.name,
         "slice": cell.trace.slice,
         "loop": "closed" if is_closed else "open",
@@ -143,12 +143,9 @@ def row_of(
         "unique_gib": trace.num_unique_blocks * block_bytes / 2**30,
         "gaps_scaled_by": scale,
         "block_hit_rate": stats.block_hit_rate,
-        "host_block_hit_rate": stats.host_hit_blocks / max(1, stats.queried_blocks),
         "most_block_hit_rate": most / max(1, stats.queried_blocks),
         "passed": stats.hit_blocks + stats.host_hit_blocks <= most,
         "resumed_block_hit_rate": stats.resumed_hit_blocks / max(1, stats.resumed_queried_blocks),
-        "stored_gib": stats.stored_blocks * block_bytes / 2**30,
-        "loaded_gib": stats.loaded_blocks * block_bytes / 2**30,
         "evictions": stats.evicted_blocks,
         "preemptions": run.preemptions,
         "mean_running": run.mean_running,
@@ -157,6 +154,11 @@ def row_of(
         **quantiles.of_times("ttft", run.ttft_seconds.tolist()),
         "basis": CLOCK_DISCLAIMER,
     }
+    if manager.tier is not None:
+        row["host_block_hit_rate"] = stats.host_hit_blocks / max(1, stats.queried_blocks)
+        row["stored_gib"] = stats.stored_blocks * block_bytes / 2**30
+        row["loaded_gib"] = stats.loaded_blocks * block_bytes / 2**30
+    return row
 
 
 @functools.cache

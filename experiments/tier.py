@@ -39,7 +39,7 @@ class Tier(EvictionServing):
     """The grid: slices of traces x sizes, rules and policies of the tier; then links."""
 
     policy: Repeated[Axis[Policy]] = ()
-    """The tier's policy by name, or your own as file.py:Class.  None: lru, arc, gittins."""
+    """The tier's policy by name, or your own as file.py:Class.  None: lru, arc, slru, gittins."""
     pool_gib: Axis[Positive] = (48.0,)
     host_gib: Axis[Positive] = (128.0, 512.0, 1024.0, 2048.0)
     """Host memory of the tier; 0 in cells without a tier.  A tier that holds all blocks of a slice
@@ -55,7 +55,7 @@ class Tier(EvictionServing):
 
 
 def cells(options: Tier) -> Iterator[Tier]:
-    policies = [*map(named_policy, options.policy or ("lru", "arc", "gittins"))]
+    policies = [*map(named_policy, options.policy or ("lru", "arc", "slru", "gittins"))]
     link, *further = options.link_gb_s
     first: dict[str, Any] = {"link_gb_s": [link], "transfers": options.transfers[:1]}
     of_links = options.host_gib[1:2] or options.host_gib
@@ -101,7 +101,8 @@ def row_of(cell: Tier, trace: cache.Trace, policy: str | cache.EvictionPolicy) -
         options |= {"inclusive": not exclusive}
         options["host_blocks"] = int(cell.host_gib * 2**30 / clock.block_bytes)
         policy = "lru"
-    row = eviction_serving.row_of(cell, trace, clock, policy, **options)
+    row = dict.fromkeys(("host_block_hit_rate", "stored_gib", "loaded_gib"), 0.0)
+    row |= eviction_serving.row_of(cell, trace, clock, policy, **options)
     return {**row, **cell.columns("host_gib", "store", "link_gb_s", "transfers")}
 
 
