@@ -60,12 +60,15 @@ class HostTier:
         self.store, self.hasher = store, hasher
         self.store_threshold = at_least(1, "store_threshold", store_threshold)
         self.inclusive = true_or_false("inclusive", inclusive)
-        policy = as_policy(policy)
         if not inclusive and store != "back":
             raise ValueError(f'inclusive=False: needs store="back", not store={store!r}')
+        try:
+            policy = as_policy(policy)
+            self.pool = BlockPool(num_blocks, policy, {"allocated_blocks": 0, "evicted_blocks": 0})
+        except ValueError as error:
+            raise ValueError(f"host_policy: {error}") from None
         if not inclusive and "remove" not in policy.hooks:
             raise ValueError(f"inclusive=False: host_policy {policy.name!r} defines no remove")
-        self.pool = BlockPool(num_blocks, policy, {"allocated_blocks": 0, "evicted_blocks": 0})
         self._counts = counts  # of the manager
         self._clear()
 
