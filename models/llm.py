@@ -504,12 +504,14 @@ def _check_tier(asked: LLMOptions, config: ModelConfig, kv_dtype: torch.dtype) -
     """The number of blocks of the manager's tier in host memory.
 
     Raises the manager's errors, and ValueError if so much host memory is not available."""
-    given = asked.manager_options or {}
-    options: dict[str, Any] = {name: given[name] for name in TIER_OPTIONS if name in given}
-    num_blocks = make_manager(
+    given: Mapping[str, Any] = asked.manager_options or {}
+    num_blocks = at_least(0, "host_blocks", given.get("host_blocks", 0))
+    options = {name: given[name] for name in TIER_OPTIONS if name in given}
+    options["host_blocks"] = min(1, num_blocks)  # lists of all blocks may not fit in memory
+    make_manager(
         asked.manager, num_blocks=1, block_size=asked.block_size,
         enable_prefix_caching=asked.enable_prefix_caching, **options,
-    ).num_host_blocks  # fmt: skip
+    )  # fmt: skip
     block_bytes = config.kv_block_bytes(
         asked.block_size, kv_dtype, tensor_parallel_size=asked.tensor_parallel_size,
         num_layers=max(group.num_layers for group in _groups(asked, config)),
