@@ -512,6 +512,8 @@ def _check_tier(asked: LLMOptions, config: ModelConfig, kv_dtype: torch.dtype) -
         asked.manager, num_blocks=1, block_size=asked.block_size,
         enable_prefix_caching=asked.enable_prefix_caching, **options,
     )  # fmt: skip
+    if not num_blocks:
+        return 0
     block_bytes = config.kv_block_bytes(
         asked.block_size, kv_dtype, tensor_parallel_size=asked.tensor_parallel_size,
         num_layers=max(group.num_layers for group in _groups(asked, config)),
