@@ -92,7 +92,14 @@ class SymbolicRunner:
             digests = self.digests(tokens, **keys_of(seq))
             assert 0 < count <= seq.num_computed_tokens <= len(digests)
             for group, table in enumerate(manager.block_tables(seq)):
-                for position in range(seq.num_computed_tokens - count, seq.num_computed_tokens):
+                first = seq.num_computed_tokens - count
+                if manager.groups[group].kind == "state":  # read it, then replace it
+                    block, offset = divmod(first - 1, self.block_size)
+                    state = self.blocks[table[block]][offset]
+                    assert not first or state == digests[first - 1] + group
+                    first = seq.num_computed_tokens - 1
+                    self.blocks[table[first // self.block_size]] = [None] * self.block_size
+                for position in range(first, seq.num_computed_tokens):
                     block, offset = divmod(position, self.block_size)
                     self.blocks[table[block]][offset] = digests[position] + group
         logits = []
@@ -104,6 +111,8 @@ class SymbolicRunner:
                 slots = [slot for block in table for slot in self.blocks[block]]
                 window = windows[group]
                 first = 0 if window is None else max(0, len(digests) - count - window + 1)
+                if manager.groups[group].kind == "state":
+                    first = len(digests) - 1
                 own = [digest + group for digest in digests[first:]]
                 read = slots[first : len(digests)]
                 assert read == own, f"{seq!r} reads K/V that are not its own"

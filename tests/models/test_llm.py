@@ -199,6 +199,28 @@ def test_scales_of_the_checkpoint(make_llm, llama_copy):
     assert tokens_of(LLM(llama_copy).generate(SHARED, GREEDY))  # ignored without an fp8 cache
 
 
+@pytest.mark.parametrize(("checkpoint", "num_blocks"), [("llama", 12), ("gemma3", 44)])
+@pytest.mark.parametrize("options", [{}, {"store": "selective"}, {"store": "back"}], ids=str)
+def test_a_tier_in_host_memory_changes_no_token(
+    checkpoint, num_blocks, options, make_llm, expected
+):
+    tier = {"host_blocks": 60, **options}
+    llm = make_llm(checkpoint, block_size=4, num_blocks=num_blocks, manager_options=tier)
+    assert tokens_of(llm.generate(PROMPTS * 3, GREEDY)) == expected(checkpoint) * 3
+    assert llm.manager.stats.loaded_blocks > 10
+    assert "host memory: 0 of 60 blocks in use" in llm.memory_usage()
+
+
+def test_a_tier_is_checked_before_the_model_is_made(make_llm, monkeypatch):
+    monkeypatch.delattr("models.llm.build_model")
+    for tier, message in (
+        ({"host_blocks": 10**9}, "host_blocks=1000000000 need .* bytes of host memory, .* are"),
+        ({"host_blocks": 4, "store": "never"}, "store='never': choose from through"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_llm(manager_options=tier)
+
+
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0])
 @pytest.mark.parametrize("stops", [None, [3, 10, 20, 30, 40, 50, 60, 70]], ids=["", "with_eos"])
 def test_beam_search_is_that_of_transformers(stops, length_penalty, make_checkpoint):
@@ -275,6 +297,7 @@ def test_the_seed_of_the_llm_fixes(config, params, make_checkpoint):
         ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 does not divide num_q_heads=4"),
         ({"tensor_parallel_size": 8}, "tensor_parallel_size=8 does not divide num_q_heads=4"),
         ({"manager_options": {"watermark": 0.1}}, "no option watermark"),
+        ({"manager_options": {"host_blocks": 4}, "preemption": "swap"}, "'swap': manager_options"),
         ({"manager_options": {"sliding_window": 32}}, "sliding_window=32: the window is the model"),
         ({"manager": "contiguous", "block_size": 4, "num_blocks": 11, "max_model_len": 48},
          "max_model_len=48: .*num_blocks=11 blocks has 32 slots"),

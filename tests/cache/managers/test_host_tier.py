@@ -1,223 +1,129 @@
-"""The tier in host memory: random steps on memory that is checked, and examples to the digit."""
+"""The tier of blocks in host memory: examples to the digit, and bad options.
 
-import random
-from collections import Counter
-from itertools import count
+test_a_tier_changes_no_text in tests/cache/serving/test_engine.py serves random requests.
+"""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from manager_helpers import manager_of
+from manager_helpers import manager_of, started
 
-from cache import AllocStatus, Group, OutOfBlocks, Sequence
-from cache.blocks.session_hint import SessionHint
+from cache import POLICIES, Sequence, UnsupportedByDesign
 
-DESIGNS = {name: {} for name in ("nano_vllm", "vllm_v0", "vllm_v1", "radix")}
-DESIGNS["vllm_v1 window"] = {"sliding_window": 4}
-DESIGNS["vllm_v1 groups"] = {"groups": [Group("window", 3), Group(), Group("window", 6)]}
-DESIGNS["vllm_v1 states"] = {"groups": [Group(), Group("state"), Group("window", 4)]}
-STORES = [("through", True), ("selective", True), ("back", True), ("back", False)]
-HOST_POLICIES = ["lru", "arc", "gittins", "lfu", "session_gap", "safeguarded"]
-
-
-class Machine:
-    """Steps of random calls.  The beginnings of four long texts are served again and again.
-
-    A slot holds its group, the salt and all tokens up to it.  A state fills its whole block.
-    """
-
-    def __init__(self, design: str, seed: int) -> None:
-        self.random = random.Random(seed)
-        pick, options = self.random.choice, dict(DESIGNS[design])
-        options["store"], options["inclusive"] = pick(STORES)
-        options |= {"host_blocks": pick(range(1, 31)), "host_policy": pick(HOST_POLICIES)}
-        self.size, num_blocks = pick([1, 2, 3]), pick([3, 4, 5, 6])
-        if "groups" in options:
-            num_blocks, options["retention"] = 3 * num_blocks, pick([None, 0])
-        self.manager = manager_of(design.split()[0], num_blocks, self.size, **options)
-        self.manager.clock, self.tier = count().__next__, self.manager.tier
-        self.device = [[None] * self.size for _ in range(num_blocks)]
-        self.host = [[None] * self.size for _ in range(self.manager.num_host_blocks)]
-        self.live, self.waiting, self.ids, self.counted = [], [], count(), Counter()
-        self.copies, self.starts = [], {}  # of this step, starts by sequence
-        self.contents = {}
-        for seq in (self.sequence(text, 60) for text in range(4)):
-            for group, kind in enumerate(self.manager.groups):
-                for i, key in enumerate(self.tier.hasher.block_hashes(seq, group)):
-                    slots = range(i * self.size, (i + 1) * self.size)
-                    if kind.kind == "state":
-                        slots = [slots[-1]] * self.size
-                    self.contents[key] = [self.content(seq, group, slot) for slot in slots]
-
-    def tokens(self, text: int, end: int) -> tuple[int, ...]:
-        return tuple(text * (i >= 2 * text) for i in range(end))
-
-    def sequence(self, text: int, length: int) -> Sequence:
-        salt = "a" if text == 3 else None
-        seq = Sequence(next(self.ids), self.tokens(text, length), cache_salt=salt)
-        seq.text, seq.hints = text, SessionHint(text, self.random.random() < 0.5).numbers
-        return seq
-
-    def content(self, seq: Sequence, group: int, position: int) -> tuple:
-        return group, seq.cache_salt, self.tokens(seq.text, position + 1)
-
-    def step(self) -> None:
-        actions = [self.admit] * 4 + [self.append] * 5 + [self.leave] * 2 + [self.fork, self.reset]
-        for action in self.random.choices(actions, k=self.random.randint(1, 6)):
-            action()
-        self.run()
-        self.check()
-
-    def stored(self) -> Sequence | None:
-        """A sequence that has no call in this step."""
-        return self.random.choice([s for s in self.live if s not in self.starts] or [None])
-
-    def reveal(self, seq: Sequence) -> None:
-        """The host reads the token that was sampled last."""
-        if seq.num_unknown_tokens:
-            seq.token_ids[-1] = self.tokens(seq.text, len(seq.token_ids))[-1]
-            seq.num_unknown_tokens = 0
-
-    def admit(self) -> None:
-        manager, randint, resumes = self.manager, self.random.randint, self.random.random() < 0.4
-        if resumes and self.waiting:
-            seq, kind = self.waiting[0], "resumed_host_hit_blocks"
-        else:
-            seq = self.sequence(randint(0, 3), randint(1, 4 * self.size + 1))
-            kind = "host_hit_blocks"
-        self.reveal(seq)
-        hit, length = manager.find(seq), len(seq.token_ids)
-        start = hit.num_tokens
-        assert start < length, "no token is left to compute"
-        if manager.groups == (Group(),) and start + self.size < length:
-            host = self.tier.pool.find(self.tier.hasher.block_hashes(seq)[start // self.size])
-            assert host in {None, *(host for _, host in self.tier._next_out)}, "a short hit"
-        end = randint(start + 1, length) if manager.can_chunk and randint(0, 1) else length
-        end = manager.chunk_end(seq, start, end, hit)
-        if end == start:
-            return
-        status = manager.can_allocate(seq, hit)
-        try:
-            self.copies += manager.admit(seq, hit, end)
-        except OutOfBlocks:
-            assert status is not AllocStatus.OK
-            self.leave(is_finished=False)
-            return
-        self.starts[seq] = start
-        self.live.append(seq)
-        if seq in self.waiting:
-            self.waiting.remove(seq)
-        self.counted[kind] += start // self.size - len(hit.blocks)
-
-    def append(self) -> None:
-        if (seq := self.stored()) is None:
-            return
-        self.reveal(seq)
-        start, length = seq.num_computed_tokens, len(seq.token_ids)
-        if start == length:
-            is_known = self.random.random() < 0.5
-            for token in self.tokens(seq.text, length + 1 + is_known)[length:]:
-                seq.append_token(token if is_known else 99)
-            seq.num_unknown_tokens = int(not is_known)
-        end = self.manager.chunk_end(seq, start, len(seq.token_ids))
-        try:
-            if end > start:
-                self.copies += self.manager.append(seq, end)
-                self.starts[seq] = start
-        except OutOfBlocks:
-            self.leave(is_finished=False)
-
-    def leave(self, is_finished: bool | None = None) -> None:
-        if (seq := self.stored()) is not None:
-            is_finished = self.random.random() < 0.5 if is_finished is None else is_finished
-            self.manager.free(seq, is_finished)
-            self.live.remove(seq)
-            self.waiting += [seq] * (not is_finished)
-
-    def fork(self) -> None:
-        if self.manager.can_fork and (parent := self.stored()) is not None:
-            self.reveal(parent)
-            self.live.append(parent.fork(next(self.ids)))
-            self.manager.fork(parent, self.live[-1])
-
-    def reset(self) -> None:
-        if self.manager.can_reset and not self.live and self.random.random() < 0.1:
-            self.counted["stored_blocks"] += len(self.tier._out) + len(self.tier._next_out)
-            assert self.manager.reset_prefix_cache()
-            assert not any(self.tier.pool.block_hashes)
-
-    def run(self) -> None:
-        """The step: swap_out, copies, swap_in, then K/V."""
-        out, loads = self.manager.take_transfers()
-        self.counted.update(stored_blocks=len(out), loaded_blocks=len(loads))
-        device, host, size = self.device, self.host, self.size
-        for source, target, pairs in (
-            (device, host, out), (device, device, self.copies), (host, device, loads)
-        ):  # fmt: skip
-            for src, dst in pairs:
-                target[dst] = source[src].copy()
-        for seq, start in self.starts.items():
-            end = seq.num_computed_tokens
-            for group, table in enumerate(self.manager.block_tables(seq)):
-                is_state = self.manager.groups[group].kind == "state"
-                if is_state and start:
-                    state = device[table[(start - 1) // size]][0]
-                    assert state == self.content(seq, group, start - 1), "another state"
-                for position in range(end - 1 if is_state else start, end):
-                    content, slots = (
-                        self.content(seq, group, position),
-                        device[table[position // size]],
-                    )
-                    slots[
-                        slice(None) if is_state else slice(position % size, position % size + 1)
-                    ] = [content] * (size if is_state else 1)
-        self.copies, self.starts = [], {}
-
-    def check(self) -> None:
-        if self.random.random() < 0.1:  # it copies some policies
-            self.manager.check_invariants()
-        for seq in self.live:
-            stored = seq.num_computed_tokens
-            for number, table in enumerate(self.manager.block_tables(seq)):
-                group = self.manager.groups[number]
-                first = 0 if group.kind == "full" else max(0, stored - group._reach)
-                for position in range(first, stored):
-                    slot = self.device[table[position // self.size]][position % self.size]
-                    assert slot == self.content(seq, number, position), "it reads other content"
-        pending = {host for _, host in (*self.tier._out, *self.tier._next_out)}
-        for host, key in enumerate(self.tier.pool.block_hashes):
-            assert key is None or host in pending or self.host[host] == self.contents[key]
-
-    def end(self) -> None:
-        for seq in self.live:
-            self.manager.free(seq)
-        self.live = []
-        self.run()
-        self.run()
-        self.check()
-        assert self.manager.num_free_blocks == self.manager.num_blocks
-        assert self.tier.pool.num_free_blocks == self.manager.num_host_blocks
-        for name, number in self.counted.items():
-            assert getattr(self.manager.stats, name) == number, name
+LRU = POLICIES["lru"]()
+IDLE = [], []
+THROUGH = [
+    IDLE,
+    ([(0, 0), (1, 1)], []),
+    ([(2, 2), (1, 3)], [(0, 0), (1, 1)]),  # 9 is not stored: all host blocks are in use
+    ([], [(2, 2), (3, 1)]),
+    ([(0, 1)], [(0, 0)]),  # 9 has evicted 2
+    ([(1, 3), (2, 2)], []),
+]
+TWICE = [IDLE] * 3 + [([(0, 0), (1, 1)], []), ([(2, 2), (1, 3)], [(0, 0), (1, 1)]), IDLE]
+BACK = [
+    IDLE,
+    ([(1, 0), (0, 1)], []),  # the end of a prompt is evicted first
+    ([(0, 2), (1, 3)], [(1, 0), (0, 1)]),  # 7 is lost: all host blocks are in use
+    ([(2, 2)], []),  # 3 evicts 9; 1 and 2 are still stored
+    ([(0, 2), (2, 3)], [(1, 0), (0, 1)]),
+    IDLE,
+]
+LOADED_ARE_REMOVED = [([(2, 1), (1, 0), (0, 2)], []), ([(0, 3), (1, 1)], [(2, 0), (0, 1)]), IDLE]
 
 
-@pytest.mark.parametrize("design", DESIGNS)
-def test_host_blocks_hold_the_content_of_their_keys(design):
-    num_loads = Counter()
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, THROUGH),
+        ({"store": "selective"}, TWICE),
+        ({"store": "selective", "store_threshold": 3}, [IDLE] * 5 + [TWICE[3]]),
+        ({"store": "back"}, BACK),
+        ({"store": "back", "inclusive": False}, BACK[:3] + LOADED_ARE_REMOVED),
+    ],
+)
+def test_transfers_of_two_prompts_in_turn(options, expected):
+    """Three device and four host blocks of one token; a prompt is freed after its step."""
+    manager, transfers = manager_of("vllm_v1", 3, 1, host_blocks=4, **options), []
+    for number, tokens in enumerate([[1, 2], [7, 8, 9], [1, 2, 3], [7, 8, 9], [1, 2, 3]]):
+        seq = started(manager, number, tokens)
+        transfers.append(manager.take_transfers())
+        manager.free(seq)
+    assert [*transfers, manager.take_transfers()] == expected
+    stored, loaded = (sum(map(len, pairs)) for pairs in zip(*expected, strict=True))
+    stats = manager.stats
+    assert (stats.stored_blocks, stats.loaded_blocks) == (stored, loaded)
+    assert (stats.hit_blocks, stats.host_hit_blocks) == (0, loaded)
 
-    @settings(max_examples=10 * settings.default.max_examples)
-    @given(seed=st.integers(0, 1 << 30))
-    def run(seed):
-        machine = Machine(design, seed)
-        for _ in range(60):
-            machine.step()
-        machine.end()
-        num_loads.update(
-            loads=machine.counted["loaded_blocks"],
-            stores=machine.counted["stored_blocks"],
-            hits=machine.manager.stats.hit_blocks,
-            resumed=machine.counted["resumed_host_hit_blocks"],
-        )
 
-    run()
-    print(design, num_loads)
+def test_a_block_can_be_loaded_after_the_step_that_computes_it():
+    """``vllm_v0`` finds it on the device only after the next call about its sequence."""
+    manager, probe = manager_of("vllm_v0", 9, 2, host_blocks=9), Sequence("probe", range(7))
+    started(manager, 0, range(5))
+    assert manager.find(probe).loads == []
+    assert manager.take_transfers() == IDLE
+    assert manager.find(probe).loads == [(0, 0, 0), (0, 1, 1)]
+    assert manager.get_computed_blocks(probe) == ([], 0)
+    assert manager.allocate(probe) == 4
+    assert manager.take_transfers() == ([(0, 0), (1, 1)], [(0, 0), (1, 1)])
+
+
+@pytest.mark.parametrize("name", ["nano_vllm", "vllm_v0", "vllm_v1", "radix"])
+def test_a_preempted_sequence_resumes_from_host_memory(name):
+    manager = manager_of(name, 3, 2, host_blocks=9)
+    seq = started(manager, 0, range(5))
+    manager.take_transfers()
+    manager.free(seq, is_finished=False)
+    manager.free(started(manager, 1, range(9, 15)))
+    assert len(manager.take_transfers()[0]) == 2
+    assert manager.allocate(seq) == seq.num_cached_tokens == 4
+    assert len(manager.take_transfers()[1]) == 2
+    stats = manager.stats
+    assert (stats.host_hit_blocks, stats.resumed_host_hit_blocks, stats.hit_tokens) == (0, 2, 0)
+    manager.free(seq)
+    if manager.can_reset:
+        assert manager.reset_prefix_cache()
+        assert manager.find(seq).num_tokens == 0
+        assert manager.take_transfers() == IDLE
+
+
+def test_the_policy_sees_one_access_for_each_sequence():
+    manager, calls = manager_of("vllm_v1", 3, 1, host_blocks=9), []
+    policy = manager.tier.pool.policy
+    for method in (policy.pin_many, policy.release_many):
+
+        def call(blocks, method=method):
+            calls.extend([blocks] if blocks else [])
+            method(blocks)
+
+        setattr(policy, method.__name__, call)
+    for number, tokens in enumerate([[1, 2], [1, 2, 3], [7, 8, 9], [1, 2, 3]]):
+        seq = started(manager, number, tokens)
+        manager.take_transfers()
+        manager.take_transfers()
+        manager.free(seq)
+    assert calls == [[1, 0], [0], [1], [2, 1, 0], [5, 4, 3], [0], [1], [2], [2, 1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("vllm_v1", {"host_blocks": -1}, "host_blocks=-1: needs an int of at least 0"),
+        ("vllm_v1", {"host_blocks": 2.5}, "host_blocks=2.5: needs an int"),
+        ("vllm_v1", {"store": "never"}, "store='never': choose from through, selective, back"),
+        ("radix", {"store_threshold": 0}, "store_threshold=0: needs an int of at least 1"),
+        ("radix", {"inclusive": 1}, "inclusive=1: needs True or False"),
+        ("vllm_v0", {"inclusive": False}, "inclusive=False: needs store=.back., not store='thro"),
+        ("vllm_v1", {"store": "back", "inclusive": False, "host_policy": "queue_informed"},
+         "inclusive=False: host_policy 'queue_informed' defines no remove"),
+        ("vllm_v1", {"host_policy": "best"}, "policy='best' is unknown"),
+        ("vllm_v1", {"host_policy": "belady"}, "policy 'belady' needs the future"),
+        ("nano_vllm", {"policy": LRU, "host_policy": LRU}, "host_policy: is the policy of the dev"),
+        ("vllm_v1", {"enable_prefix_caching": False}, "host_blocks=4: the tier holds cached pref"),
+        ("vllm_v0", {"num_cpu_blocks": 3}, "num_cpu_blocks=3: host_blocks=4 keep"),
+        ("contiguous", {}, "host_blocks: it shares no prefixes"),
+        ("paged", {}, "host_blocks: it shares no prefixes"),
+        ("vllm_v1", {"host_blocks": 0, "store": "back"}, "store='back': needs host_blocks > 0"),
+    ],
+)  # fmt: skip
+def test_bad_options_of_a_tier_are_named(name, options, message):
+    with pytest.raises((ValueError, UnsupportedByDesign), match=message):
+        manager_of(name, **{"host_blocks": 4} | options)

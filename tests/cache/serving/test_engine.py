@@ -208,6 +208,7 @@ def test_requests_that_cannot_be_served_are_refused(tokens, params, keys, messag
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens=0: needs an int of at least"),
         ({"num_host_blocks": -1}, "num_host_blocks=-1: needs an int of at least"),
         ({"num_host_blocks": 4, "sliding_window": 9}, "num_host_blocks=4: with a sliding_window"),
+        ({"num_host_blocks": 4, "host_blocks": 4}, "num_host_blocks=4: the manager's host_blocks"),
         ({"scheduling": "lifo"}, "policy='lifo': needs one of fcfs, priority"),
     ],
 )
@@ -408,11 +409,14 @@ def test_tokens_are_read_at_once_for_parameters_that_need_them(options):
     assert_idle(engine)
 
 
-HOST_POLICIES = ["lru", "arc", "gittins", "lfu", "session_gap"]
+HOST_POLICIES = ["lru", "arc", "gittins", "lfu", "session_gap", "safeguarded"]
+STORES = [("through", True), ("selective", True), ("back", True), ("back", False)]
 DESIGNS = {name: (name, {}) for name in sorted(MANAGERS)}
 DESIGNS["window"] = "vllm_v1", {"sliding_window": 6, "queue_uncached": True}
 _GROUPS = [Group("window", 3), Group(), Group("window", 6), Group("window", 3)]
 DESIGNS["groups"] = "vllm_v1", {"groups": _GROUPS, "retention": 0}
+DESIGNS["states"] = "vllm_v1", {"groups": [Group(), Group("state"), Group("window", 4)]}
+CACHING = [key for key, (name, _) in DESIGNS.items() if MANAGERS[name].prefix_caching]
 
 
 @pytest.mark.parametrize("design", DESIGNS)
@@ -460,8 +464,7 @@ class RandomServing:
         if MANAGERS[name].prefix_caching and pick([False, True]):
             self.options |= {"num_host_blocks": 0, "enable_prefix_caching": True}
             self.options |= {"host_blocks": pick([1, 5, 40]), "host_policy": pick(HOST_POLICIES)}
-            self.options["store"] = pick(["through", "selective", "back"])
-            self.options["inclusive"] = self.options["store"] != "back" or pick([False, True])
+            self.options["store"], self.options["inclusive"] = pick(STORES)
         self.engine = make_engine(*self.arguments, **self.options)
         self.expected: dict[int, list[list[int]]] = {}
         self.texts: list[tuple[list[int], dict]] = [(prompt(24, seed), {}) for seed in range(3)]
@@ -589,3 +592,43 @@ class RandomServing:
 def test_no_history_gives_a_sequence_the_cache_of_another(design, overlap):
     for seed in range(20):
         RandomServing(design, overlap, seed).run()
+
+
+@pytest.mark.parametrize(("store", "inclusive"), STORES)
+@pytest.mark.parametrize("design", CACHING)
+def test_a_tier_changes_no_text(design, store, inclusive):
+    """Beginnings of three texts are served in a cache that holds about one text.
+
+    Some requests are aborted, and some preempted, right after the step that loads their blocks.
+    """
+    (name, options), num_loads, num_aborted = DESIGNS[design], 0, 0
+    for seed in range(8):
+        rng = random.Random(f"{design} {store} {inclusive} {seed}")
+        size, factor = rng.choice([1, 2, 3]), 1 + ("groups" in options)
+        engine = make_engine(
+            name, -(-20 // size) * factor, size, overlap=rng.choice([False, True]),
+            max_num_seqs=3, max_num_batched_tokens=rng.choice([4, 40]) if name in CHUNKED else 40,
+            store=store, inclusive=inclusive, host_policy=rng.choice(HOST_POLICIES),
+            host_blocks=rng.choice([4, 20, 60]) * factor, **options,
+        )  # fmt: skip
+        texts = [[text, *engine.runner.greedy([text], 40)] for text in range(3)]
+        expected, steps = {}, [Step()]
+        engine.on_step = lambda step, seconds, steps=steps: steps.append(step)
+        for _ in range(60):
+            if len(engine.requests) < 4 and rng.random() < 0.6:
+                length, count = rng.randint(1, min(16, engine.max_model_len - 4)), rng.randint(1, 4)
+                text, n = rng.choice(texts), rng.choice([1, 1, 2])
+                params = SamplingParams(temperature=n - 1, n=n, max_tokens=count)
+                expected[engine.add(text[:length], params)] = text[length : length + count]
+            for request in engine.step()[1]:
+                [output, *others] = engine.completions(request)
+                assert others or output.token_ids == expected[request.request_id]
+            loading = {seq.request.request_id for seq in steps[-1].admitted if steps[-1].swap_in}
+            for request_id in [*engine.requests.keys() & loading] * (rng.random() < 0.3):
+                engine.abort(request_id)
+                num_aborted += 1
+        serve(engine)
+        assert_idle(engine)
+        num_loads += engine.manager.stats.loaded_blocks
+    assert num_loads > 50
+    assert num_aborted > 5
