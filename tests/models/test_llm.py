@@ -206,7 +206,6 @@ def test_a_tier_changes_no_token(checkpoint, num_blocks, store, make_llm, expect
     llm = make_llm(checkpoint, block_size=4, num_blocks=num_blocks, manager_options=tier)
     assert tokens_of(llm.generate(PROMPTS * 3, GREEDY)) == expected(checkpoint) * 3
     assert llm.manager.stats.loaded_blocks > 10
-    assert "host memory: 0 of 60 blocks in use" in llm.memory_usage()
 
 
 def test_a_tier_is_checked_before_the_model_is_made(make_llm, monkeypatch):
