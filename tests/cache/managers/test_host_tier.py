@@ -111,7 +111,7 @@ def test_the_policy_sees_one_access_for_each_sequence():
         ("vllm_v1", {"store": "never"}, "store='never': choose from through, selective, back"),
         ("radix", {"store_threshold": 0}, "store_threshold=0: needs an int of at least 1"),
         ("vllm_v0", {"inclusive": False}, "inclusive=False: needs store=.back., not store='thro"),
-        ("vllm_v1", {"store": "back", "inclusive": False, "host_policy": "queue_informed"}, "remove"),
+        ("radix", {"store": "back", "inclusive": False, "host_policy": "queue_informed"}, "remove"),
         ("vllm_v1", {"host_policy": "belady"}, "policy.*'belady'.*future"),
         ("nano_vllm", {"policy": LRU, "host_policy": LRU}, "host_policy: is the policy of the dev"),
         ("vllm_v1", {"enable_prefix_caching": False}, "host_blocks=4: the tier holds cached pref"),
