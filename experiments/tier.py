@@ -4,12 +4,13 @@ The scheduler and a manager with ``host_blocks`` serve slices of a trace, as in
 ``eviction_serving``.  The pool on the card uses ``lru``; ``policy`` is the tier's.  ``exclusive``
 is ``back`` with blocks that leave the tier when they are loaded.
 
-The link to the host is modelled.  52 GB/s is what ``swap_blocks`` reached on an H100 and an H200
-(PCIe 5.0 x16, ``kernel_latency``), 0.82 of the maker's 64.  26 and 370 GB/s assume the same share
-of PCIe 4.0 x16 (32) and of a chip-to-chip link (450).  Slower links show from where on computing is
-faster than loading.  ``serial``: transfers and computation take turns, as in this project's runner.
-``overlapped``: the longest of computation, stores and loads of a step counts, a bound for engines
-that move layer by layer.  Moving itself takes no time of the host or of the GPU's memory.
+The link to the host is modelled.  ``swap_blocks`` copied out at 52 GB/s on an H100 and an H200
+(PCIe 5.0 x16, ``kernel_latency``), 0.81 of the maker's 64.  Loads are assumed to be as fast.  26
+and 365 GB/s assume the same share of PCIe 4.0 x16 (32) and of a chip-to-chip link (450).  Slower
+links show from where on computing is faster than loading.  ``serial``: transfers and computation
+take turns, as in this project's runner.  ``overlapped``: the longest of computation, stores and
+loads of a step counts, a bound for engines that move layer by layer.  Moving itself takes no time
+of the host or of the GPU's memory.
 
 ``break_even`` has the bandwidth above which loading a prompt is faster than computing it.
 """
@@ -42,44 +43,46 @@ class Tier(EvictionServing):
     """The tier's policy by name, or your own as file.py:Class.  None: lru, arc, slru, gittins."""
     pool_gib: Axis[Positive] = (48.0,)
     host_gib: Axis[Positive] = (128.0, 512.0, 1024.0, 2048.0)
-    """Host memory of the tier; 0 in cells without a tier.  A tier that holds all blocks of a slice
-    is run with the first policy only, and no larger one."""
+    """Host memory of the tier; 0 in cells without a tier.  The smallest tier that holds all blocks
+    of each slice of a trace is run with the first policy only, and no larger one."""
     store: Axis[Store] = ("through", "selective", "back", "exclusive")
     """When a block is stored in the tier; selective: when it is used for the second time."""
-    link_gb_s: Axis[Positive] = (52.0, 1.0, 2.0, 4.0, 8.0, 26.0, 370.0)
+    link_gb_s: Axis[Positive] = (52.0, 1.0, 2.0, 4.0, 8.0, 26.0, 365.0)
     """Bandwidth to and from the host, in GB/s.  Links after the first are run only with the first
-    policy and rule, and the second size."""
+    policy and rule, and the second size (the first, if it holds all blocks)."""
     transfers: Axis[Literal["serial", "overlapped"]] = ("serial", "overlapped")
-    """``overlapped`` is run only with the first policy and link, and the second size."""
+    """``overlapped`` is run only with the first policy and link, and the size of the links."""
     load: Axis[Positive] = (0.5,)
 
 
 def cells(options: Tier) -> Iterator[Tier]:
     policies = [*map(named_policy, options.policy or ("lru", "arc", "slru", "gittins"))]
     link, *further = options.link_gb_s
-    first: dict[str, Any] = {"link_gb_s": [link], "transfers": options.transfers[:1]}
-    of_links = options.host_gib[1:2] or options.host_gib
-    for trace in options.sliced_sources():
-        at = {"trace": [trace], "load": options.load[:1]}
-        yield from grid(options, policy=["lru"], host_gib=[0.0], store=["through"], **at, **first)
-        for host_gib in options.host_gib:
-            is_full = host_gib < _total_gib(trace)
-            tried = policies if is_full else policies[:1]
-            yield from grid(options, policy=tried, host_gib=[host_gib], **at, **first)
-            if not is_full:  # a larger one is not used
-                break
-        plain = {**at, "policy": policies[:1], "host_gib": of_links}
-        rest: dict[str, Any] = {"transfers": options.transfers[:1], "link_gb_s": further}
+    sources = [*options.sliced_sources()]
+    for trace in sources:
+        slices = [source for source in sources if source.name == trace.name]
+        needed = max(map(_needed_gib, slices))
+        smaller = [size for size in sorted(options.host_gib) if size < needed]
+        largest = sorted(options.host_gib)[len(smaller) : len(smaller) + 1]
+        at: dict[str, Any] = {"trace": [trace]}
+        first = {**at, "link_gb_s": [link], "transfers": options.transfers[:1]}
+        yield from grid(options, policy=["lru"], host_gib=[0.0], store=["through"], **first)
+        yield from grid(options, policy=policies, host_gib=smaller, **first)
+        yield from grid(options, policy=policies[:1], host_gib=largest, **first)
+        plain = {**at, "policy": policies[:1], "host_gib": [*smaller, *largest][:2][-1:]}
+        rest = {"link_gb_s": further, "transfers": options.transfers[:1]}
         yield from grid(options, store=options.store[:1], **plain, **rest)
-        yield from grid(options, transfers=options.transfers[1:], link_gb_s=[link], **plain)
+        rest = {"link_gb_s": [link], "transfers": options.transfers[1:]}
+        yield from grid(options, **plain, **rest)
 
 
-def _total_gib(source: Source) -> float:
-    """Memory of the blocks of all prompts and outputs."""
+def _needed_gib(source: Source) -> float:
+    """Memory of all full blocks of prompts and outputs."""
     trace = served(source)
     clock = make_clock(block_size=trace.block_size)
-    of_outputs = (trace.output_lengths // clock.block_size + 2).sum()
-    return float(trace.num_unique_blocks + of_outputs) * clock.block_bytes / 2**30
+    own = trace.input_lengths % clock.block_size + trace.output_lengths
+    num_blocks = trace.num_unique_blocks + (own // clock.block_size).sum()
+    return float(num_blocks) * clock.block_bytes / 2**30
 
 
 def run_cell(cell: Tier) -> list[dict[str, Any]]:
@@ -110,7 +113,7 @@ def _break_even(rows: style.DataFrame) -> style.DataFrame:
     """Time to compute a prompt, and the bandwidth at which loading it takes as long."""
     import pandas as pd
 
-    clock, table = make_clock(), []
+    clock, table = make_clock(host_seconds=0.001), []
     for tokens in _PROMPTS:
         ends = [*range(clock.max_num_batched_tokens, tokens, clock.max_num_batched_tokens), tokens]
         chunks = [(end - start, end) for start, end in itertools.pairwise([0, *ends])]
@@ -124,12 +127,23 @@ def _break_even(rows: style.DataFrame) -> style.DataFrame:
 def _compared(rows: style.DataFrame) -> style.DataFrame:
     """``rows`` with their time to first token over that without a tier, and over LRU's."""
     alone = rows["ttft_mean_s"].where(rows["host_gib"] == 0)
-    alone = alone.groupby([rows["trace"], rows["slice"]]).transform("max")
+    at = [rows[name] for name in ("trace", "slice", "pool_gib", "load")]
+    alone = alone.groupby(at).transform("max")
     return rows.assign(over_none=rows["ttft_mean_s"] / alone, over_lru=over_lru(rows))
 
 
 def _summary(rows: style.DataFrame) -> style.DataFrame:
-    by = ["trace", "loop", "pool_gib", "host_gib", "store", "policy", "link_gb_s", "transfers"]
+    by = [
+        "trace",
+        "loop",
+        "load",
+        "pool_gib",
+        "host_gib",
+        "store",
+        "policy",
+        "link_gb_s",
+        "transfers",
+    ]
     values = ["block_hit_rate", "host_block_hit_rate", "stored_gib", "loaded_gib"]
     values += ["ttft_mean_s", "over_none", "over_lru"]
     return quantiles.over_slices(_compared(rows), by, values).assign(basis=CLOCK_DISCLAIMER)

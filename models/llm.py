@@ -334,9 +334,10 @@ class LLM:
             f"{manager.num_blocks * mib:,.1f} MiB"
         )
         if manager.tier is not None:
-            free, count = manager.tier.pool.num_free_blocks, manager.num_host_blocks
+            keys = manager.tier.pool.block_hashes
             lines.append(
-                f"host memory: {count - free:,} of {count:,} blocks in use, {count * mib:,.1f} MiB"
+                f"host memory: {len(keys) - keys.count(None):,} of {len(keys):,} blocks hold "
+                f"cached content, {len(keys) * mib:,.1f} MiB"
             )
         return "\n".join(lines)
 

@@ -24,9 +24,10 @@ class HostTier:
     The tiers of vLLM (``kv_offload``), SGLang (HiCache) and LMCache, between one device and host
     memory.  The manager calls it; the caller moves the data, see ``CacheManager.take_transfers``.
 
-    A host block is in use while a sequence that holds its content has blocks, and while a pair
-    names it.  All other host blocks are the policy's.  So the policy sees one access per sequence,
-    when the sequence is freed.  If all host blocks are in use, a block is not stored.
+    A host block is in use while a sequence that holds its content has blocks, and while it is
+    loaded.  All other host blocks are the policy's.  So the policy sees an access when a sequence
+    is freed; sequences that hold a block at the same time are one access.  If all host blocks are
+    in use, a block is not stored.
 
     Args:
         num_blocks: number of host blocks.
@@ -74,24 +75,25 @@ class HostTier:
 
     def _clear(self) -> None:
         self._uses = GhostList(_TRACKED)
-        self._on_device: dict[int, tuple[Items[bytes], int]] = {}  # content of device blocks
+        self._on_device: dict[int, tuple[bytes, bytes | None, int]] = {}  # of device blocks
         self._num_on_device: Counter[bytes] = Counter()
-        self._out: list[tuple[int, int]] = []  # (device, host) pairs of this step
-        self._next_out: list[tuple[int, int]] = []  # of the next step
-        self._arriving: set[int] = set()  # host blocks of _next_out
-        self._in: dict[int, int] = {}  # device block -> host block, of this step
+        self._out: dict[int, int] = {}  # host block -> device block, copied in this step
+        self._next_out: dict[int, int] = {}  # copied in the next step
+        self._in: dict[int, int] = {}  # device block -> host block, copied in this step
+
+    def find(self, key: bytes) -> int | None:
+        """The host block with the content ``key`` that can be loaded in this step, or None."""
+        host = self.pool.find(key)
+        return None if host in self._next_out else host
 
     def lookup(self, hashes: Items[bytes]) -> list[int]:
         """Host blocks of the longest prefix of ``hashes`` that can be loaded in this step."""
-        blocks = self.pool.lookup(hashes)
-        if not self._arriving.isdisjoint(blocks):
-            blocks = blocks[: next(i for i, b in enumerate(blocks) if b in self._arriving)]
-        return blocks
-
-    def has(self, key: bytes) -> bool:
-        """Whether ``lookup`` would find a block for ``key``."""
-        host = self.pool.find(key)
-        return host is not None and host not in self._arriving
+        hosts = []
+        for host in map(self.find, hashes):
+            if host is None:
+                break
+            hosts.append(host)
+        return hosts
 
     def load(self, host_block: int, device_block: int) -> None:
         """Load ``host_block`` in this step.  It is in use until then."""
@@ -106,24 +108,18 @@ class HostTier:
         ``is_stored``: whether its K/V are stored before this step.  Returns the host block with
         this content, which the sequence then uses too, or None.
         """
-        key = hashes[position]
+        key, parent = hashes[position], hashes[position - 1] if position else None
         if self.store == "back" and block not in self._on_device:
-            self._on_device[block] = hashes, position
+            self._on_device[block] = key, parent, position
             self._num_on_device[key] += 1
         host = self.pool.find(key)
         if host is not None:
-            if not self.inclusive:
-                return None
-            self.pool.share([host])
-            return host
+            if self.inclusive:
+                self.pool.share([host])
+            return host if self.inclusive else None
         if self.store == "back" or not self._is_due(key):
             return None
-        host = self._store(block, hashes, position, self._out if is_stored else self._next_out)
-        if host is not None:
-            self.pool.share([host])
-            if not is_stored:
-                self._arriving.add(host)
-        return host
+        return self._store(block, key, parent, position, self._out if is_stored else self._next_out)
 
     def _is_due(self, key: bytes) -> bool:
         if self.store != "selective":
@@ -133,45 +129,48 @@ class HostTier:
         return uses >= self.store_threshold
 
     def _store(
-        self, block: int, hashes: Items[bytes], position: int, pairs: list[tuple[int, int]]
+        self, block: int, key: bytes, parent: bytes | None, position: int, pairs: dict[int, int]
     ) -> int | None:
         if not self.pool.num_free_blocks:
             return None
-        host = self.pool.insert(hashes, position)
-        pairs.append((block, host))
-        self._counts["stored_blocks"] += 1
+        host = self.pool.insert(key, parent, position)
+        for stale in (self._out, self._next_out):  # its former content
+            stale.pop(host, None)
+        pairs[host] = block
         return host
 
     def taken(self, block: int, key: bytes | None) -> None:
         """A sequence took the device ``block`` for the content ``key``.  None: not full yet."""
-        hashes, position = self._on_device.get(block, ((), 0))
-        if not hashes or hashes[position] == key:
+        if block not in self._on_device or self._on_device[block][0] == key:
             return
-        del self._on_device[block]
-        lost = hashes[position]
+        lost, parent, position = self._on_device.pop(block)
         self._num_on_device[lost] -= 1
         if not self._num_on_device[lost]:
             del self._num_on_device[lost]
             if lost not in self.pool:
-                self._store(block, hashes, position, self._out)
+                self._store(block, lost, parent, position, self._out)
 
     def take_transfers(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """See ``CacheManager.take_transfers``."""
-        out, self._out, self._next_out = self._out, self._next_out, []
+        out, self._out, self._next_out = self._out, self._next_out, {}
         loads, self._in = self._in, {}
-        self._arriving.clear()
-        self.pool.free([host for _, host in reversed(out)])  # the first evicted stays the oldest
-        self.pool.free([*loads.values()])
+        self._counts["stored_blocks"] += len(out)
+        self._free_pairs(out, loads)
         if not self.inclusive:
             for host in {*loads.values()}:
                 self.pool.discard(host)
-        return out, [(host, device) for device, host in loads.items()]
+        return [(block, host) for host, block in out.items()], [
+            (host, block) for block, host in loads.items()
+        ]
+
+    def _free_pairs(self, out: dict[int, int], loads: dict[int, int]) -> None:
+        if self.store == "back":  # no sequence uses them
+            self.pool.free([*reversed(out)])  # so that the first evicted is the oldest here, too
+        self.pool.free([*loads.values()])
 
     def reset(self) -> None:
         """Drop all content and all pairs.  No sequence has blocks."""
-        for pairs in (self._out, self._next_out):
-            self.pool.free([host for _, host in pairs])
-        self.pool.free([*self._in.values()])
+        self._free_pairs(self._out, self._in)
         self._clear()
         self.pool.reset_prefix_cache()
 
@@ -179,9 +178,8 @@ class HostTier:
         """Raise AssertionError unless all is consistent.  ``in_use``: blocks of the sequences."""
         self.pool.check_invariants()
         users = Counter(in_use)
-        users.update(host for _, host in (*self._out, *self._next_out))
-        users.update(self._in.values())
+        users.update([*self._in.values(), *(self._out if self.store == "back" else ())])
         for block, count in enumerate(self.pool.ref_counts):
             require(count == users[block], f"host block {block}: {count} users, not {users[block]}")
-        kept = Counter(hashes[position] for hashes, position in self._on_device.values())
+        kept = Counter(key for key, *_ in self._on_device.values())
         require(kept == self._num_on_device, f"device holds {kept}, not {self._num_on_device}")

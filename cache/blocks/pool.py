@@ -115,20 +115,24 @@ class BlockPool:
         check_free(count, self.num_free_blocks)
         return self._take(count)
 
-    def insert(self, hashes: Sequence[bytes], position: int) -> int:
-        """Take a block for the content ``hashes[position]``, and index it.  Raises OutOfBlocks."""
+    def insert(self, key: bytes, parent: bytes | None, depth: int) -> int:
+        """Take a block for the content ``key``, which no block has.  Raises OutOfBlocks.
+
+        ``parent``: the content before it, or None.  ``depth``: its position in the prompt.
+        """
         if self._reports_misses:
-            self.policy.miss(hashes[position])
+            self.policy.miss(key)
         (block,) = self.allocate(1)
-        self._publish({position: block}, hashes, (position,))
+        self._holders[key] = block
+        self.block_hashes[block] = key
+        if self._reports_content:
+            self.policy.insert(block, key, parent, depth)
         return block
 
     def discard(self, block: int) -> None:
         """Drop the content of the cached-free ``block``.  The policy must define ``remove``."""
         self.policy.remove(block)
-        evicted = self.counts["evicted_blocks"]
         self._forget([block])
-        self.counts["evicted_blocks"] = evicted
         self._free.append(block)
 
     def extend(
@@ -212,10 +216,7 @@ class BlockPool:
         return self.queue_uncached or self.block_hashes[block] is not None
 
     def _publish(
-        self,
-        table: Sequence[int] | dict[int, int],
-        hashes: Sequence[bytes],
-        positions: Sequence[int],
+        self, table: Sequence[int], hashes: Sequence[bytes], positions: Sequence[int]
     ) -> None:
         """Index the blocks of ``table`` at ``positions`` by their ``hashes``.
 

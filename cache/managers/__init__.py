@@ -4,6 +4,7 @@ import inspect
 from typing import Any
 
 from cache.managers.base import (
+    TIER_OPTIONS,
     AllocStatus,
     CacheManager,
     CacheOptions,
@@ -23,9 +24,6 @@ MANAGERS: dict[str, type[CacheManager]] = {
     manager.name: manager for manager in (Contiguous, Paged, NanoVLLM, VLLMv0, VLLMv1, Radix)
 }
 """Cache managers: name -> class."""
-
-
-TIER_OPTIONS = "host_blocks", "host_policy", "store", "store_threshold", "inclusive"
 
 
 def make_manager(

@@ -161,6 +161,8 @@ class Hit(NamedTuple):
     version: int = 0
     seq: Sequence | None = None
     manager: CacheManager | None = None
+    num_device_blocks: int = 0
+    """Length in blocks of the prefix that needs no ``loads``."""
     loads: Items[tuple[int, int, int]] = ()
     """(group, position in the table, host block) of the blocks to load from host memory."""
 
@@ -207,10 +209,7 @@ class CacheOptions:
     inclusive: bool = True
 
 
-_TIER_DEFAULTS = {
-    name: getattr(CacheOptions, name)
-    for name in ("host_policy", "store", "store_threshold", "inclusive")
-}
+TIER_OPTIONS = "host_blocks", "host_policy", "store", "store_threshold", "inclusive"
 
 
 def _not_offered(feature: str) -> Callable[..., Any]:
@@ -315,8 +314,8 @@ class CacheManager(abc.ABC):
         self._counts = dict.fromkeys(CacheStats.__dataclass_fields__, 0)
         if at_least(0, "host_blocks", options.host_blocks):
             self.tier = self._new_tier(options)
-        for name, default in _TIER_DEFAULTS.items():
-            if self.tier is None and getattr(options, name) != default:
+        for name in TIER_OPTIONS:
+            if self.tier is None and getattr(options, name) != getattr(CacheOptions, name):
                 raise ValueError(f"{name}={shown(getattr(options, name))}: needs host_blocks > 0")
         self._tables: dict[Hashable, Any] = {}  # of _table_class
         self._preempted: set[Hashable] = set()  # ids of sequences that will resume
@@ -354,11 +353,13 @@ class CacheManager(abc.ABC):
             f"num_free_blocks={self.num_free_blocks}, num_sequences={len(self._tables)})"
         )
 
-    def on_queued(self, position: tuple[int, ...], seq: Sequence | None = None) -> None:  # noqa: B027
+    def on_queued(self, position: tuple[int, ...], seq: Sequence | None = None) -> None:
         """Tell the policy that ``seq`` waits at ``position``.  None: it has left the queue.
 
-        Only designs with a block pool tell the policy, and only if it defines ``on_queued``.
+        Only designs with a block pool tell their policy.  The policy of the tier is told, too.
         """
+        if self.tier is not None and "on_queued" in self.tier.pool.policy.hooks:
+            self.tier.pool.policy.on_queued(position, self._host_keys(seq) if seq else ())
 
     def correct(self, hint: SessionHint) -> None:
         """Give a corrected ``hint`` to the policy, if it defines ``correct``.  Moves no block.
@@ -392,7 +393,7 @@ class CacheManager(abc.ABC):
             longest = min(longest, at_least(0, "limit", limit))
         blocks, match = self._match(seq, longest)
         num_tokens = len(blocks) * self.block_size
-        return Hit(blocks, num_tokens, match, self._version, seq, self)
+        return Hit(blocks, num_tokens, match, self._version, seq, self, len(blocks))
 
     def _with_loads(self, seq: Sequence, hit: Hit, limit: int) -> Hit:
         """Extend ``hit`` up to ``limit`` blocks by blocks in host memory."""
@@ -471,7 +472,7 @@ class CacheManager(abc.ABC):
             counts["num_resumptions" if kind else "num_allocations"] += 1
             counts[f"{kind}queried_tokens"] += len(seq.token_ids)
             counts[f"{kind}queried_blocks"] += len(seq.token_ids) // self.block_size
-            num_hits = len(hit.blocks)
+            num_hits = hit.num_device_blocks
             counts[f"{kind}hit_tokens"] += num_hits * self.block_size
             counts[f"{kind}hit_blocks"] += num_hits
             seq.num_cached_tokens, seq.num_computed_tokens = hit.num_tokens, end
@@ -603,7 +604,8 @@ class CacheManager(abc.ABC):
             self.interruption = MIDDLE
             if self.tier is not None:
                 self._use(table, self._new_full_blocks(table), is_stored=True)
-                copy.num_noted = table.num_noted
+                copy.num_noted, copy.host_blocks = table.num_noted, table.host_blocks.copy()
+                self.tier.pool.share(copy.host_blocks)
             self._share(table, copy)
             self._tables[child.seq_id] = copy
             self._version += 1
@@ -637,8 +639,8 @@ class CacheManager(abc.ABC):
 
         Empty without ``host_blocks``.  Call it once for each step, after the calls that give slots.
         Copy the first pairs, then the ``copies`` of these calls, then the second pairs, before K/V
-        of the step are written.  Later host blocks may be evicted again, so no pair may be left
-        out, unless the manager is given up.
+        of the step are written.  No pair may be left out.  Do not free a sequence between the call
+        that gives it slots and this call.
         """
         if self.tier is None:
             return [], []
@@ -805,12 +807,7 @@ class CacheManager(abc.ABC):
         tables = self._blocks_by_group(table)
         for group, position, host in hit.loads:  # first, so that no host block is evicted
             self.tier.load(host, tables[group][position])
-        lengths = [len(blocks) for blocks in self._hit_tables(hit)]
-        self._note_growth(table, (_NO_BLOCKS, lengths), [])
-
-    def _hit_tables(self, hit: Hit) -> list[Items[int]]:
-        """The device blocks of ``hit`` in each group."""
-        return [hit.blocks]
+        self._note_growth(table, (_NO_BLOCKS, [0] * len(tables)), [])
 
     def _before_growth(self, table: Any) -> tuple[_FullBlocks, list[int]]:
         """Full blocks of ``table`` that the tier does not know, and the lengths of its tables."""
@@ -828,10 +825,10 @@ class CacheManager(abc.ABC):
             self.tier.taken(block, None)
         new = self._new_full_blocks(table)
         for group, blocks in enumerate(self._blocks_by_group(table)):
-            hashes = self.tier.hasher.block_hashes(table.seq, group)[: new.end]
+            hashes = self.tier.hasher.block_hashes(table.seq, group)
             for position in range(lengths[group], len(blocks)):
                 if blocks[position] != FREED:
-                    key = hashes[position] if position < len(hashes) else None
+                    key = hashes[position] if position < new.end else None
                     self.tier.taken(blocks[position], key)
         self._use(table, new, is_stored=False)
 
@@ -854,10 +851,16 @@ class CacheManager(abc.ABC):
     def _use(self, table: Any, new: _FullBlocks, *, is_stored: bool) -> None:
         """Let the sequence of ``table`` use the ``new`` blocks in the tier."""
         assert self.tier is not None
+        found: list[int] = []
+        if self.tier.store != "back":  # what is stored must evict no later block of the sequence
+            hosts = [self.tier.pool.find(hashes[position]) for _, hashes, position in new.blocks]
+            found = [host for host in hosts if host is not None]
+            self.tier.pool.share(found)
         for block, hashes, position in new.blocks:
             host = self.tier.use(block, hashes, position, is_stored)
             if host is not None:
                 table.host_blocks.append(host)
+        self.tier.pool.free(found)
         table.num_noted = max(table.num_noted, new.end)
 
     @abc.abstractmethod

@@ -60,8 +60,7 @@ class PooledManager(CacheManager):
     def on_queued(self, position: tuple[int, ...], seq: Sequence | None = None) -> None:
         if "on_queued" in self.pool.policy.hooks:
             self.pool.policy.on_queued(position, self._keys(seq) if seq else ())
-        if self.tier is not None and "on_queued" in self.tier.pool.policy.hooks:
-            self.tier.pool.policy.on_queued(position, self._host_keys(seq) if seq else ())
+        super().on_queued(position, seq)
 
     def check_invariants(self) -> None:
         super().check_invariants()

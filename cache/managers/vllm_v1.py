@@ -164,7 +164,8 @@ class VLLMv1(PooledManager):
         assert self.tier is not None
         pool, tier, keys = self.pool, self.tier, self._keys_by_group(seq)
         limit = min(limit, len(keys[0]))
-        length, _ = self._longest_hit(seq, limit, lambda key: key in pool or tier.has(key))
+        are_found = lambda key: key in pool or tier.find(key) is not None  # noqa: E731
+        length, _ = self._longest_hit(seq, limit, are_found)
         tables, loads = self._tables_of(seq, length), []
         for group, (table, of_group) in enumerate(zip(tables, keys, strict=True)):
             first = len(table)
@@ -179,10 +180,6 @@ class VLLMv1(PooledManager):
         return hit._replace(
             blocks=tables[0], num_tokens=length * self.block_size, match=match, loads=loads
         )
-
-    def _hit_tables(self, hit: Hit) -> list[Items[int]]:
-        further = _further(hit)[0] or [()] * (len(self.groups) - 1)
-        return [hit.blocks, *further]
 
     def _cacheable(self, table: PooledTable, group: int, first: int, last: int) -> Items[int]:
         if self._is_full:

@@ -57,6 +57,5 @@ def test_the_bandwidth_at_which_loading_takes_as_long_as_computing():
 def test_a_tier_that_holds_everything_is_run_once():
     cells = [*tier.EXPERIMENT.checked_cells(Tier(trace=REAL_TRACES[2:]))]
     assert len(cells) == 5 * (1 + 4 + 6 + 4)
-    assert {cell.host_gib for cell in cells} == {0, 128, 512}  # 512: the links
-    policies = [str(cell.policy) for cell in cells if cell.host_gib == 128]
-    assert policies == ["lru"] * 4 * 5
+    assert {cell.host_gib for cell in cells} == {0, 128}
+    assert {str(cell.policy) for cell in cells} == {"lru"}
