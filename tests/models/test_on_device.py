@@ -22,6 +22,7 @@ has a block table for each of its four groups of layers."""
         ("vllm_v1", "swap", "qwen3"),
         ("radix", "recompute", "gemma2"),
         ("vllm_v1", "recompute", "gemma3"),
+        ("vllm_v1", "tier", "gemma3"),
     ],
 )
 def test_tokens_are_those_of_transformers(
@@ -30,7 +31,11 @@ def test_tokens_are_those_of_transformers(
     """Without and with CUDA graphs on a GPU; with the backends "torch" and "triton" on a CPU."""
     _, oracle = make_checkpoint(checkpoint)
     expected = [oracle_tokens(oracle, prompt, MAX_TOKENS) for prompt in PROMPTS]
-    options = SCARCE | {"manager": manager, "preemption": preemption, "overlap": overlap}
+    options = SCARCE | {"manager": manager, "overlap": overlap}
+    if preemption == "tier":
+        options["manager_options"] = {"host_blocks": 30}
+    else:
+        options["preemption"] = preemption
     options["num_blocks"] = NUM_BLOCKS[checkpoint]
     if device.type == "cuda":
         options["cuda_graphs"] = bool(variant)
@@ -44,3 +49,4 @@ def test_tokens_are_those_of_transformers(
     assert any(one.num_preemptions for one in stats)
     assert any(one.num_cached_tokens for one in stats)
     assert any(one.num_swapped_tokens for one in stats) == (preemption == "swap")
+    assert (llm.manager.stats.loaded_blocks > 0) == (preemption == "tier")

@@ -19,6 +19,7 @@ OPTIONS = {"dtype": "float32", "block_size": 4, "max_num_seqs": 2, "max_num_batc
     [
         ({"temperature": 0}, False, "recompute"),
         ({"temperature": 0}, None, "swap"),
+        ({"temperature": 0}, None, "tier"),
         ({"min_p": 0.02, "temperature": 0.7}, False, "swap"),
         ({"top_k": 20, "top_p": 0.9}, None, "recompute"),
         ({}, None, "recompute"),
@@ -27,7 +28,11 @@ OPTIONS = {"dtype": "float32", "block_size": 4, "max_num_seqs": 2, "max_num_batc
 def test_graphs_give_the_tokens_of_the_cpu_with_one_wait_a_step(
     kind, overlap, preemption, fake_gpu
 ):
-    options = {"num_blocks": 6, "max_model_len": 24, "preemption": preemption, **OPTIONS}
+    options = {"num_blocks": 6, "max_model_len": 24, **OPTIONS}
+    if preemption == "tier":
+        options["manager_options"] = {"host_blocks": 12}
+    else:
+        options["preemption"] = preemption
     llm = LLM(CONFIG, overlap=overlap, **options)
     assert llm.device == torch.device("cuda", 0)
     steps, step = [], llm.engine.runner.run
@@ -42,6 +47,7 @@ def test_graphs_give_the_tokens_of_the_cpu_with_one_wait_a_step(
     assert sum(output.stats.num_preemptions for output in outputs) >= 1
     swapped = sum(output.stats.num_swapped_tokens for output in outputs)
     assert (swapped > 0) == (preemption == "swap")
+    assert (llm.manager.stats.loaded_blocks > 0) == (preemption == "tier")
 
 
 def test_padding_of_a_graph_is_not_stored(fake_gpu):
