@@ -88,12 +88,9 @@ class HostTier:
 
     def lookup(self, hashes: Items[bytes]) -> list[int]:
         """Host blocks of the longest prefix of ``hashes`` that can be loaded in this step."""
-        hosts = []
-        for host in map(self.find, hashes):
-            if host is None:
-                break
-            hosts.append(host)
-        return hosts
+        hosts = self.pool.lookup(hashes)
+        late = (i for i, host in enumerate(hosts) if host in self._next_out)
+        return hosts[: next(late, None)] if self._next_out else hosts
 
     def load(self, host_block: int, device_block: int) -> None:
         """Load ``host_block`` in this step.  It is in use until then."""
