@@ -182,6 +182,8 @@ def _draw(rows: style.DataFrame) -> style.Figure:
             axis.set(title=title, ylabel=label, xlabel="tier (GiB)")
             axis.set_xticks(range(len(sizes)), map("{:g}".format, sizes))
             axis.axhline(1, **style.BOUND)
+        panels[2].set_yscale("log")
+        style.plain_log_ticks(panels[2].yaxis)
         style.log_x(panels[2], links["link_gb_s"].unique(), base=2)
         panels[2].set_xlabel("link to the host (GB/s)")
     notes = f"Llama 3.1 8B on an H100; bars: all slices. {CLOCK_DISCLAIMER}"
