@@ -149,10 +149,12 @@ def _summary(rows: style.DataFrame) -> style.DataFrame:
     return quantiles.over_slices(_compared(rows), by, values).assign(basis=CLOCK_DISCLAIMER)
 
 
-def _draw(rows: style.DataFrame) -> style.Figure:
+def _draw(rows: style.DataFrame) -> style.Figure | None:
     """A row of panels per trace: time by size and rule, by size and policy, by link."""
     rows = _compared(rows)
     rows = rows[rows["host_gib"] > 0]
+    if rows.empty:
+        return None
     first = rows.iloc[0]
     sizes = sorted(rows["host_gib"].unique())
     rows = rows.assign(place=rows["host_gib"].map(sizes.index))

@@ -33,7 +33,7 @@ MAY_BE_LARGE = {
 }  # fmt: skip
 MAY_BE_0 = {
     "num_cpu_blocks", "num_host_blocks", "peak_bytes", "swap_space_bytes", "used_tokens", "count",
-    "num_requests", "retention",
+    "num_requests", "retention", "host_blocks",
 }  # fmt: skip
 
 

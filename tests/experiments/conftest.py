@@ -61,7 +61,7 @@ TINY_RUNS = {
     "--system contiguous_max contiguous_oracle paged --traffic 0.01 --bisections 1",
     "sessions": "13 --trace {sessions} --policy lru gittins told_1 told_1_ends --seeds 2 "
     "--capacity-percent 20 --num-requests 30 --slices 1",
-    "tier": "20 --trace {chat} --policy lru --policy {policy}:Mine --pool-gib 0.5 "
+    "tier": "14 --trace {chat} --policy lru --policy {policy}:Mine --pool-gib 0.5 "
     "--host-gib 0.25 1 4096 8192 --store through exclusive --link-gb-s 52 1 --slices 1 ",
     "shared_prefix": "3 --load five_shot --draw 0 --traffic 0.02 --bisections 1",
     "sharing": "4 --like alpaca --num-sequences 2 3 --num-requests 3",
