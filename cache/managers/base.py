@@ -359,7 +359,9 @@ class CacheManager(abc.ABC):
         Only designs with a block pool tell their policy.  The policy of the tier is told, too.
         """
         if self.tier is not None and "on_queued" in self.tier.pool.policy.hooks:
-            self.tier.pool.policy.on_queued(position, self._host_keys(seq) if seq else ())
+            self.tier.pool.policy.on_queued(
+                position, self._keys(seq, self.tier.hasher) if seq else ()
+            )
 
     def correct(self, hint: SessionHint) -> None:
         """Give a corrected ``hint`` to the policy, if it defines ``correct``.  Moves no block.
@@ -790,15 +792,15 @@ class CacheManager(abc.ABC):
         """Tell the policies that ``seq`` is admitted.  Blocks are checked, and none is taken."""
         self._notify_policy(seq)
         if self.tier is not None and "look_up" in self.tier.pool.policy.hooks:
-            self.tier.pool.policy.look_up(self._host_keys(seq, self._max_hits(seq)))
+            keys = self._keys(seq, self.tier.hasher, self._max_hits(seq))
+            self.tier.pool.policy.look_up(keys)
 
     def _time_ms(self) -> float:
         return 1000 * self.clock() if self.clock else math.nan
 
-    def _host_keys(self, seq: Sequence, limit: int | None = None) -> list[bytes]:
-        """Keys in the tier of the first ``limit`` blocks of ``seq`` in each group."""
-        assert self.tier is not None
-        chains = (self.tier.hasher.block_hashes(seq, group) for group in range(len(self.groups)))
+    def _keys(self, seq: Sequence, hasher: BlockHasher, limit: int | None = None) -> list[bytes]:
+        """Keys of the first ``limit`` blocks of ``seq`` in each group."""
+        chains = (hasher.block_hashes(seq, group) for group in range(len(self.groups)))
         return [key for chain in chains for key in chain[:limit]]
 
     def _load(self, table: Any, hit: Hit) -> None:

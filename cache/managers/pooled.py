@@ -59,7 +59,7 @@ class PooledManager(CacheManager):
 
     def on_queued(self, position: tuple[int, ...], seq: Sequence | None = None) -> None:
         if "on_queued" in self.pool.policy.hooks:
-            self.pool.policy.on_queued(position, self._keys(seq) if seq else ())
+            self.pool.policy.on_queued(position, self._keys(seq, self._hasher) if seq else ())
         super().on_queued(position, seq)
 
     def check_invariants(self) -> None:
@@ -98,11 +98,6 @@ class PooledManager(CacheManager):
     def _num_idle(self, hit: Hit) -> int:
         return self.pool.num_revived(hit.blocks)
 
-    def _keys(self, seq: Sequence, limit: int | None = None) -> list[bytes]:
-        """Keys of the first ``limit`` blocks of ``seq`` in each group."""
-        chains = (self._hasher.block_hashes(seq, group) for group in range(len(self.groups)))
-        return [key for chain in chains for key in chain[:limit]]
-
     def _begin(self, table: PooledTable, hit: Hit, end: int) -> Copies:
         slots = end + table.num_lookahead_tokens
         if self._is_full:
@@ -111,8 +106,9 @@ class PooledManager(CacheManager):
             needed = self._num_taken(slots, hit)
         check_free(needed, self.pool.num_free_blocks)
         if "look_up" in self.pool.policy.hooks:
-            caching = self.enable_prefix_caching
-            keys = self._keys(table.seq, self._max_hits(table.seq)) if caching else []
+            keys = []
+            if self.enable_prefix_caching:
+                keys = self._keys(table.seq, self._hasher, self._max_hits(table.seq))
             self.pool.policy.look_up(keys)
         self._notify_of_admission(table.seq)
         self.interruption = MIDDLE
