@@ -248,6 +248,40 @@ def paged_prefill_attention(
     return (out, lse) if return_lse else out
 
 
+def update_block_bounds(
+    k_cache: torch.Tensor, block_bounds: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """Reference of `kernels.update_block_bounds`."""
+    block_size = k_cache.shape[1]
+    last = (slot_mapping >= 0) & (slot_mapping % block_size == block_size - 1)
+    blocks = slot_mapping[last].long() // block_size
+    block_bounds[blocks] = torch.stack([k_cache[blocks].amin(1), k_cache[blocks].amax(1)], dim=1)
+
+
+def select_blocks(
+    q: torch.Tensor, block_bounds: torch.Tensor,
+    block_tables: torch.Tensor, context_lens: torch.Tensor,
+    num_selected: int, block_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Reference of `kernels.select_blocks`. Scores are at least fp32."""
+    num_kv_heads = block_bounds.shape[2]
+    queries = q.to(torch.promote_types(q.dtype, torch.float32)).unflatten(1, (num_kv_heads, -1))
+    tables = block_tables.new_full((len(q), num_kv_heads, num_selected), -1)
+    lens = context_lens.clone()
+    for i, context_len in enumerate(context_lens.tolist()):
+        blocks = block_tables[i, : -(-context_len // block_size)]
+        columns = torch.arange(len(blocks), device=q.device).expand(num_kv_heads, -1)
+        if len(blocks) > num_selected:
+            low, high = block_bounds[blocks[:-1].long(), :, :, None].unbind(1)
+            scores = torch.maximum(queries[i] * low, queries[i] * high).sum(-1).amax(-1)
+            order = scores.sort(dim=0, descending=True, stable=True).indices.T
+            best = order[:, : num_selected - 1].sort().values
+            columns = torch.cat([best, columns[:, -1:]], dim=1)
+            lens[i] -= (len(blocks) - num_selected) * block_size
+        tables[i, :, : columns.shape[1]] = blocks[columns]
+    return tables, lens
+
+
 def copy_blocks(
     caches: torch.Tensor | Sequence[tuple[torch.Tensor, torch.Tensor]], src_to_dst: torch.Tensor
 ) -> None:

@@ -79,6 +79,8 @@ COUNTED = {
     "rotary": Counted("apply_rotary_embedding", in_cache=False),
     "norm": Counted("add_rms_norm", in_cache=False),
     "gate": Counted("gated_activation", in_cache=False),
+    "block_bounds": Counted("update_block_bounds", in_cache=False),
+    "select": Counted("select_blocks", {"context_lens": (512,) * 4}, in_cache=False),
     "copy": Counted("copy_blocks"),
     "swap": Counted("swap_blocks"),
     "merge": Counted("merge_attention_states", in_cache=False),

@@ -26,7 +26,7 @@ from kernels.testing.inputs import LAYOUTS, SCALES
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 ATTENTION = {op.op: op for op in OPS.values()}
 EXACT = ("store_kvcache", "slot_mapping_from_positions", "sample_tokens", "copy_blocks")
-EXACT += ("swap_blocks",)
+EXACT += ("swap_blocks", "update_block_bounds", "select_blocks")
 every_op = pytest.mark.parametrize("op", CASES)
 
 SIZES = {
@@ -55,6 +55,11 @@ MORE_SIZES = {
     "gated_activation": {"width": st.sampled_from([1, 7, 80, 1024, 2048, 2049, 5000])},
     "sample_tokens": {"vocab_size": st.integers(1, 4500), "num_tokens": st.integers(1, 3)},
     "merge_attention_states": {"head_dim": st.sampled_from([0, 1, 16, 33, 80, 128, 256])},
+    "update_block_bounds": {"layout": STORE_SIZES["layout"]},
+    "select_blocks": {
+        "context_lens": st.lists(st.integers(0, 900), max_size=4),
+        "num_selected": st.integers(1, 50),
+    },
     "copy_blocks": PAIRS,
     "swap_blocks": PAIRS,
     **dict.fromkeys(ATTENTION, STORE_SIZES | {"exponent": st.sampled_from([None, 5, 14, 59])}),
@@ -227,7 +232,9 @@ SMALL |= {"vocab_size": 9, "width": 64, "first_block": 2, "num_layers": 3}
 FAR = [
     (op, dim, ())
     for op in CASES
-    for dim in range(5 if "blocks" in op else 3 if "cache" in op or op in ATTENTION else 1)
+    for dim in range(
+        5 if "blocks" in op else 3 if "cache" in op or "bounds" in op or op in ATTENTION else 1
+    )
 ] + [("copy_blocks", dim, ("list",)) for dim in range(3)]
 
 
