@@ -125,7 +125,11 @@ class MatrixQueue(Queue):
         """wgmma.fence: products may use the registers as they are now."""
         older = [(threads & ~mask, seen) for threads, seen in self._fences]
         self._fences = [fence for fence in older if fence[0].any()]
-        self._fences.append((mask.copy(), list(self._batch.registers)))
+        registers: list[Any] = self._batch.registers
+        seen = [
+            held.holding(held.array) if isinstance(held, InFlight) else held for held in registers
+        ]
+        self._fences.append((mask.copy(), seen))
 
     def check_fenced(self, mask: np.ndarray, registers: list[int]) -> None:
         """Raise Fault if a register has changed since the last fence of a masked thread."""
@@ -137,10 +141,10 @@ class MatrixQueue(Queue):
                 now, then = self._batch.registers[index], seen[index]
                 if now is then or isinstance(now, InFlight) or not here.any():
                     continue
-                changed = np.ones(1, np.bool_)
-                if not isinstance(then, InFlight):
-                    changed = now != then
-                lacking |= here & changed
+                if isinstance(then, InFlight):  # perhaps of other threads only
+                    lacking |= here & then.threads
+                    then = then.array
+                lacking |= here & (now != then)
         detail = "a register of wgmma changed since the last wgmma.fence, or no fence came before"
         self._batch.refuse(lacking, FaultKind.FENCE, detail)
 
