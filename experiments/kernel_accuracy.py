@@ -62,6 +62,8 @@ KERNELS = {
     "paged_decode_attention": Kernel(_ATTENTION),
     "shared_prefix_decode_attention": Kernel(_ATTENTION),
     "paged_prefill_attention": Kernel(_ATTENTION),
+    "concat_and_cache_mla": Kernel(touches_cache=False),
+    "paged_mla_decode_attention": Kernel(("none", "split"), touches_cache=False),
 }
 """Kernels by the name of their op."""
 FEATURES = tuple(dict.fromkeys(one for kernel in KERNELS.values() for one in kernel.features))

@@ -6,6 +6,8 @@
     slot_mapping_from_positions     token positions to slots, on the device
     paged_decode_attention          one query per sequence over its paged cache, split-KV
     paged_prefill_attention         many queries per sequence: prefill, prefix hits, mixed batches
+    concat_and_cache_mla            write new latents into their slots (MLA)
+    paged_mla_decode_attention      decode over a paged cache of latents (MLA), split-KV
     shared_prefix_decode_attention  decode that reads a shared prefix once for its group
     merge_attention_states          combine two partial attentions by their LSE
     update_block_bounds             bounds of the keys of blocks that new tokens fill
@@ -29,11 +31,13 @@ from triton.runtime.jit import JITFunction
 
 from kernels.add_rms_norm import add_rms_norm
 from kernels.apply_rotary_embedding import apply_rotary_embedding
+from kernels.concat_and_cache_mla import concat_and_cache_mla
 from kernels.copy_blocks import copy_blocks
 from kernels.fences import add_fences
 from kernels.gated_activation import gated_activation
 from kernels.merge_attention_states import merge_attention_states
 from kernels.paged_decode_attention import paged_decode_attention
+from kernels.paged_mla_decode_attention import paged_mla_decode_attention
 from kernels.paged_prefill_attention import paged_prefill_attention
 from kernels.primitives import INTERPRETED
 from kernels.rope_store_kvcache import rope_store_kvcache
@@ -61,10 +65,12 @@ else:
 __all__ = [
     "add_rms_norm",
     "apply_rotary_embedding",
+    "concat_and_cache_mla",
     "copy_blocks",
     "gated_activation",
     "merge_attention_states",
     "paged_decode_attention",
+    "paged_mla_decode_attention",
     "paged_prefill_attention",
     "rope_store_kvcache",
     "sample_tokens",

@@ -60,6 +60,15 @@ def store_kvcache(
         cache[where] = quantise(x[tokens], scale) if cache.dtype == FP8_DTYPE else x[tokens]
 
 
+def concat_and_cache_mla(
+    kv_c: torch.Tensor, k_pe: torch.Tensor, latent_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """Reference of `kernels.concat_and_cache_mla`."""
+    rows = torch.cat([kv_c, k_pe], dim=1)[:, None]
+    cache = latent_cache.unsqueeze(2)
+    store_kvcache(rows, rows, cache, cache, slot_mapping)
+
+
 def add_rms_norm(
     x: torch.Tensor,
     residual: torch.Tensor | None,
@@ -280,6 +289,23 @@ def select_blocks(
             lens[i] -= (len(blocks) - num_selected) * block_size
         tables[i, :, : columns.shape[1]] = blocks[columns]
     return tables, lens
+
+
+def paged_mla_decode_attention(
+    q: torch.Tensor, latent_cache: torch.Tensor,
+    block_tables: torch.Tensor, context_lens: torch.Tensor,
+    *,
+    scale: float, head_dim_v: int = 512,
+    num_splits: int | None = None,
+    out: torch.Tensor | None = None, return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Reference of `kernels.paged_mla_decode_attention`; num_splits has no effect."""
+    out = torch.empty_like(q[..., :head_dim_v]) if out is None else out
+    keys = latent_cache.unsqueeze(2)
+    return paged_decode_attention(
+        q, keys, keys[..., :head_dim_v], block_tables, context_lens,
+        scale=scale, out=out, return_lse=return_lse,
+    )  # fmt: skip
 
 
 def copy_blocks(

@@ -203,6 +203,36 @@ def decode_tile(
     return AttentionTile(tile_m, tile_n, num_warps, num_stages, precision)
 
 
+@functools.cache
+def mla_decode_tile(num_heads: int, dtype: torch.dtype, target: Target) -> AttentionTile:
+    """Tile of the MLA decode kernel; it fits cache rows of up to 512 + 64 elements.
+
+    All heads read the same rows, so tile_m is the largest that leaves registers for an accumulator
+    of 512 columns: 64 heads on sm_80 (mma.sync) and sm_90 (wgmma). On sm_100, products of 64 rows
+    would be asynchronous (tcgen05), and Triton 3.7.1 leaves out a fence before them. 32 rows use
+    mma.sync. fp32 is for tests: its tile spills registers.
+    """
+    if forced := target.forced_tile("mla_decode_tile"):
+        return forced
+    if target.backend == "interpreter":
+        return AttentionTile(tile_m=16, tile_n=32, num_warps=4, num_stages=1, precision="ieee")
+    if target.backend == "hip":
+        return AttentionTile(tile_m=16, tile_n=16, num_warps=4, num_stages=1, precision="ieee")
+    has_228_kib = target.arch in (90, 100, 103)  # of shared memory
+    if dtype == torch.float32:
+        tile_m, tile_n, num_warps, num_stages = 16, 16, 4, 1
+    elif num_heads <= 16:
+        tile_m, tile_n, num_warps, num_stages = 16, 32, 4, 5 if has_228_kib else 3
+    elif num_heads > 32 and target.arch in (80, 90):
+        tile_m, num_warps = 64, 8
+        tile_n, num_stages = (64, 3) if has_228_kib else (32, 5)
+    elif has_228_kib:
+        tile_m, tile_n, num_warps, num_stages = 32, 64, 8, 5
+    else:
+        tile_m, tile_n, num_warps, num_stages = 32, 32, 4, 3
+    return AttentionTile(tile_m, tile_n, num_warps, num_stages, "tf32x3")
+
+
 def decode_options(tile: AttentionTile, target: Target) -> dict[str, int]:
     """Compiler options of the decode kernel.
 
@@ -400,7 +430,7 @@ COPY_ENGINE_BYTES = 2**18
 the link moves such a part in the 5 us that the host is assumed to need per copy."""
 INDEX_TILE = FlatTile(elements=256, num_warps=4)
 """Tokens per program of slot_mapping_from_positions."""
-RESTRICT_TILE = FlatTile(elements=4096, num_warps=8)
+RESTRICT_TILE = FlatTile(elements=2048, num_warps=8)
 """Logits that a program of sample_tokens with top_ks or top_ps reads at a time."""
 PROGRAMS_THAT_SAMPLE = 8
 """Programs of sample_tokens resident on a multiprocessor; tests check the compiled kernels."""

@@ -114,14 +114,16 @@ def functional_op(
 
 
 def attention_op(launcher: Callable) -> Callable:
-    """Register an attention launcher: q first, `out` and `return_lse` keyword-only.
+    """Register an attention launcher: q first, `out` and `return_lse` keyword-only. The output is
+    shaped like q, but its rows have head_dim_v elements if the launcher has that option.
 
     An operator may not return an argument, so the operator mutates a required `out`. It returns the
     LSE, shaped like q without head_dim, or an empty tensor without return_lse.
     """
     launch = _on_its_gpu(launcher, remembers=True)
     parameters = dict(inspect.signature(launcher, eval_str=True).parameters)
-    out = parameters["out"]
+    out, head_dim_v = parameters["out"], parameters.get("head_dim_v")
+    default_dim = head_dim_v.default if head_dim_v else None
     parameters["out"] = out.replace(annotation=torch.Tensor, default=out.empty)
     signature = inspect.Signature([*parameters.values()], return_annotation=torch.Tensor)
 
@@ -137,7 +139,8 @@ def attention_op(launcher: Callable) -> Callable:
 
     def traced(q, *args, out=None, return_lse=False, **kwargs):
         if out is None:
-            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+            head_dim = kwargs.get("head_dim_v", default_dim) or q.shape[-1]
+            out = q.new_empty(*q.shape[:-1], head_dim)
         lse = op(q, *args, out=out, return_lse=return_lse, **kwargs)
         return (out, lse) if return_lse else out
 

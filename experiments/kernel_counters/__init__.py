@@ -73,6 +73,10 @@ COUNTED = {
         },
     ),
     "cascade": Counted("shared_prefix_decode_attention", _GROUP),
+    "mla_decode": Counted(
+        "paged_mla_decode_attention", {"context_lens": (128,) * 8}, in_cache=False
+    ),
+    "mla_store": Counted("concat_and_cache_mla", in_cache=False),
     "store": Counted("store_kvcache"),
     "rope_store": Counted("rope_store_kvcache"),
     "norm_rope_store": Counted("rope_store_kvcache", {"features": ("norms",)}),

@@ -159,6 +159,15 @@ _SAMPLED = {
     " ".join(("v128256", *features)): {"num_tokens": 64, "features": features}
     for features in ((), ("greedy",), ("min_p",), ("min_p", "top_k", "top_p"))
 }
+# Query heads of DeepSeek-V2-Lite and DeepSeek-V3.
+_MLA = {
+    f"{num_heads} heads{' split' * (num_splits > 1)}": {
+        "num_q_heads": num_heads, "head_dim": 128, "block_size": 64, "first_block": _FIRST_BLOCK,
+        "context_lens": (4096,) * 64, "options": {"num_splits": num_splits, "return_lse": False},
+    }
+    for num_heads in (16, 128)
+    for num_splits in (1, 8)
+}  # fmt: skip
 _CALLS = {
     "store_kvcache": _by_head_dim("store_kvcache", _CACHES),
     # Bits are copied, so fp16 stands for every 16-bit dtype.
@@ -177,6 +186,8 @@ _CALLS = {
     "gated_activation": _each("gated_activation", _HALF, _GATED),
     "paged_decode_attention": _attention_calls("paged_decode_attention"),
     "paged_prefill_attention": _attention_calls("paged_prefill_attention"),
+    "concat_and_cache_mla": _each("concat_and_cache_mla", _HALF, {"r512": {"head_dim": 128}}),
+    "paged_mla_decode_attention": _each("paged_mla_decode_attention", _HALF, _MLA),
     "sample_tokens": _each("sample_tokens", (*_HALF, torch.float32), _SAMPLED),
 }
 OPS = tuple(_CALLS)

@@ -31,6 +31,7 @@ from kernels.testing.inputs import (
     random_scales,
     random_shared_prefix_args,
 )
+from kernels.tiles import padded_dim
 
 ATTENTION_FEATURES = ("window", "softcap", "alibi", "sinks", "split")
 FEATURES = {
@@ -42,6 +43,7 @@ FEATURES = {
     "copy_blocks": ("list",),
     "swap_blocks": ("in", "hnd"),
     "paged_decode_attention": ATTENTION_FEATURES,
+    "paged_mla_decode_attention": ("split",),
     "paged_prefill_attention": ATTENTION_FEATURES,
     "shared_prefix_decode_attention": ATTENTION_FEATURES,
 }
@@ -112,6 +114,13 @@ class Sizes:
         """k_scale and v_scale of an fp8 cache."""
         is_fp8 = self.cache_dtype == FP8_DTYPE
         return random_scales(self.scales, self.num_kv_heads, self.device) if is_fp8 else {}
+
+    @property
+    def latent_dims(self) -> tuple[int, int]:
+        """kv_lora_rank and qk_rope_head_dim of a latent cache: DeepSeek's 512 and 64 for head_dim
+        128, powers of two for all head_dims."""
+        head_dim = padded_dim(self.head_dim)
+        return min(512, 4 * head_dim), min(64, max(16, head_dim // 2))
 
     @property
     def block_shape(self) -> tuple[int, int, int]:
@@ -240,6 +249,23 @@ def _store_kvcache(s: Sizes) -> Case:
         num_bytes=2 * key.numel() * key.itemsize + s.num_tokens * (s.token_bytes + 8),
         returns=(),
         writes=("k_cache", "v_cache"),
+    )
+
+
+def _concat_and_cache_mla(s: Sizes) -> Case:
+    random = s.random()
+    dims = s.latent_dims
+    # Projected together, as in DeepSeek's models.
+    kv_c, k_pe = random.normal(s.num_tokens, sum(dims), dtype=s.dtype).split(dims, dim=1)
+    sizes = replace(s, num_kv_heads=1, head_dim=sum(dims), kv_dtype=None)
+    slots, (cache, _) = sizes.slots_and_caches(random)
+    inputs = {"kv_c": kv_c, "k_pe": k_pe, "latent_cache": cache[:, :, 0], "slot_mapping": slots}
+    return Case(
+        "concat_and_cache_mla",
+        inputs,
+        num_bytes=s.num_tokens * (2 * sum(dims) * s.dtype.itemsize + 8),
+        returns=(),
+        writes=("latent_cache",),
     )
 
 
@@ -494,6 +520,25 @@ def _paged_decode_attention(s: Sizes) -> Case:
     return _attention(s, op, inputs, s.context_lens, sum(s.context_lens))
 
 
+def _paged_mla_decode_attention(s: Sizes) -> Case:
+    rank, rope_dim = s.latent_dims
+    paged = s.paged | {"num_kv_heads": 1, "head_dim": rank + rope_dim, "kv_dtype": None}
+    inputs: dict[str, Any] = random_paged_batch(s.context_lens, **paged).inputs
+    inputs |= {"latent_cache": inputs.pop("k_cache")[:, :, 0], "head_dim_v": rank}
+    del inputs["v_cache"]
+    options = {"scale": (rank / 4 + rope_dim) ** -0.5, "return_lse": True}
+    options |= ({"num_splits": 3} if "split" in s.features else {}) | s.options
+    num_tokens, num_rows = sum(s.context_lens), len(s.context_lens) * s.num_q_heads
+    elements = num_tokens * (rank + rope_dim) + num_rows * (2 * rank + rope_dim)
+    return Case(
+        "paged_mla_decode_attention",
+        inputs | options,
+        num_bytes=elements * s.dtype.itemsize + _table_bytes(s, s.context_lens),
+        flops=2 * num_tokens * s.num_q_heads * (2 * rank + rope_dim),
+        returns=("out", "lse") if options["return_lse"] else ("out",),
+    )
+
+
 def _paged_prefill_attention(s: Sizes) -> Case:
     batch = _batch(s, s.query_lens)
     inputs: dict[str, Any] = {**batch.inputs, "cu_seqlens_q": batch.cu_seqlens_q}
@@ -518,7 +563,7 @@ _MAKERS = (
     _add_rms_norm, _gated_activation, _sample_tokens, _copy_blocks, _swap_blocks,
     _update_block_bounds, _select_blocks,
     _merge_attention_states, _paged_decode_attention, _shared_prefix_decode_attention,
-    _paged_prefill_attention,
+    _paged_prefill_attention, _concat_and_cache_mla, _paged_mla_decode_attention,
 )  # fmt: skip
 CASES: dict[str, Callable[[Sizes], Case]] = {make.__name__[1:]: make for make in _MAKERS}
 """By op, the function that makes its case."""

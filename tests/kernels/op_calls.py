@@ -69,6 +69,8 @@ _SIZES = {
     "shared_prefix_decode_attention": {
         "context_lens": (3, 4), "prefix_lens": (4, 2), "group_sizes": (1, 1), **_SEQS
     },
+    "paged_mla_decode_attention": {"context_lens": (7, 8), **_SEQS},
+    "concat_and_cache_mla": {"spare_blocks": 4},
     "store_kvcache": {"spare_blocks": 4},
     "rope_store_kvcache": {"spare_blocks": 4},
     "add_rms_norm": {"width": 48},

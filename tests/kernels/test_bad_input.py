@@ -76,6 +76,7 @@ EVERY_FP8_OP = (
         for dtype in (torch.float8_e5m2, torch.float8_e4m3fnuz)
     ],
 )
+FP8_LATENTS = {"latent_cache": zeros(5, 4, 80, dtype=FP8_DTYPE)}
 BAD_CALLS = {
     **dict.fromkeys(ATTENTION, ()),
     "store_kvcache": (
@@ -95,6 +96,22 @@ BAD_CALLS = {
         ("activation: expected silu or gelu_pytorch_tanh, got None", {"activation": None}),
     ),
     "apply_rotary_embedding": BAD_ROTARY,
+    "concat_and_cache_mla": (
+        (
+            "k_pe: expected rope_dim of at least 1, got 0",
+            {"k_pe": zeros(4, 0), "latent_cache": zeros(5, 4, 64)},
+        ),
+        ("latent_cache: expected dtype ..., got torch.float8_e4m3fn", FP8_LATENTS),
+    ),
+    "paged_mla_decode_attention": (
+        ("head_dim_v: expected a number from 16 to 512, got 8", {"head_dim_v": 8}),
+        ("head_dim_v: expected an int, got float", {"head_dim_v": 64.0}),
+        ("head_dim_v: ...leaves 16, 32 or 64 of latent_dim=80, got 32", {"head_dim_v": 32}),
+        ("head_dim_v: expected a power of two ...got 48", {"head_dim_v": 48}),
+        ("latent_cache: expected dtype ..., got torch.float8_e4m3fn", FP8_LATENTS),
+        ("q: expected num_heads of at least 1, got 0", {"q": zeros(2, 0, 80)}),
+        ("out: expected shape (..., head_dim_v=64), got (2, 4, 80)", {"out": zeros(2, 4, 80)}),
+    ),
     "merge_attention_states": (),
     "update_block_bounds": (),
     "select_blocks": (
@@ -185,6 +202,7 @@ BAD_PAIRS = (
 )
 BAD_HOST_VALUES = {
     "paged_decode_attention": BAD_TABLES,
+    "paged_mla_decode_attention": BAD_TABLES[:1],
     "paged_prefill_attention": (
         *BAD_TABLES,
         ("cu_seqlens_q: ...0 to at most 2, got [0, 2, 1]", {"cu_seqlens_q": i32(0, 2, 1)}),
@@ -264,12 +282,15 @@ OPTIONAL = {
         "cache_batch_idx": i32(0, 1), "alibi_slopes": ones(4),
     },
     "flash_attn_varlen_func": {"alibi_slopes": ones(4)},
+    "paged_mla_decode_attention": {"out": zeros(2, 4, 64)},
     "rope_store_kvcache": {"q_norm_weight": ones(16), "k_norm_weight": ones(16)},
 }  # fmt: skip
 FREE_DIMS = {
     "paged_decode_attention": {("block_tables", 1)},
     "paged_prefill_attention": {("block_tables", 1)},
     "shared_prefix_decode_attention": {("prefix_block_tables", 1), ("suffix_block_tables", 1)},
+    "paged_mla_decode_attention": {("block_tables", 1), ("latent_cache", 0), ("latent_cache", 1)},
+    "concat_and_cache_mla": {("latent_cache", 0), ("latent_cache", 1)},
     "rope_store_kvcache": {("query", 1)},
     "apply_rotary_embedding": {("x", 1), ("x", 2)},
     "slot_mapping_from_positions": {("block_tables", 0), ("block_tables", 1)},
@@ -366,6 +387,8 @@ RANGES = {
         "num_prefix_splits": SPLITS, "prefix_block_tables": (0, 4), "prefix_lens": (0, None),
         "suffix_block_tables": (0, 4), "suffix_lens": (0, None),
     },
+    "paged_mla_decode_attention": SEQUENCES | {"scale": (0, None), "num_splits": SPLITS},
+    "concat_and_cache_mla": {"slot_mapping": (None, 19)},
     "store_kvcache": {"slot_mapping": (None, 19)},
     "rope_store_kvcache": {
         "slot_mapping": (None, 19), "positions": (0, 8), "norm_eps": (0, None), "norm_offset": ANY

@@ -18,6 +18,7 @@ from kernels.primitives import INTERPRETED
 from kernels.tiles import PROGRAMS_PER_MULTIPROCESSOR, PROGRAMS_THAT_SAMPLE
 
 DECODE, PREFILL = "_paged_decode_kernel", "_paged_prefill_kernel"
+MLA = "_paged_mla_decode_kernel"
 SAMPLE = "_sample_tokens_kernel"
 LAYER = ("add_rms_norm", "gated_activation")
 STORES = ("store_kvcache", "rope_store_kvcache")
@@ -36,6 +37,7 @@ ON_NVIDIA = (
     (("rope_store_kvcache",), "bf16 d80 norms|fp8 d256 norms"),
     (STORES + PAGED, "fp8 d80 g4$|fp8 d80$|fp8 d256 .*b16"),
     (("sample_tokens",), "bf16 v128256( min_p)?$"),
+    (("paged_mla_decode_attention",), "bf16 16 heads$|bf16 128 heads"),
 )
 SELECTED = {
     **dict.fromkeys(("sm_80", "sm_100"), ON_NVIDIA),
@@ -47,7 +49,7 @@ SELECTED = {
         (("sample_tokens",), "fp32 v128256( min_p)?$"),
     ),
     "gfx942": (
-        ((), "^b16$|bf16 v|bf16 d80|bf16 h5120|bf16 i18944|fp16 d80 list|fp16 d80 hnd"),
+        ((), "^b16$|bf16 [vr]|bf16 d80|bf16 h5120|bf16 i18944|bf16 16|fp16 d80 list|fp16 d80 hnd"),
         (("paged_decode_attention",), "bf16 d256 g4$"),
         (("paged_prefill_attention",), "bf16 d256 g4 b16 split features"),
     ),
@@ -100,11 +102,11 @@ def test_programs_fit_a_multiprocessor(rows):
 def regions_of(row):
     """Regions of keys, each with a loop of its own: all of decode's, or prefill's with and without
     masks."""
-    return 1 if row["kernel"] == DECODE else 2 + row["constants"]["HAS_LEFT"]
+    return 1 if row["kernel"] != PREFILL else 2 + row["constants"]["HAS_LEFT"]
 
 
 def test_attention_computes_every_product_on_tensor_cores(rows):
-    for row in of_kernels(rows, DECODE, PREFILL):
+    for row in of_kernels(rows, DECODE, PREFILL, MLA):
         assert row["dots"] == row["tensor_core_dots"] >= 2 * regions_of(row), name_of(row)
         assert len(row["mma"]) == 1, name_of(row)
         if row["config"].startswith("bf16") and row["kernel"] == PREFILL:

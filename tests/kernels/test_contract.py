@@ -5,6 +5,7 @@ of one op, and of attention alone, is tested in files of their own.
 """
 
 import math
+import re
 from functools import partial
 
 import pytest
@@ -25,8 +26,10 @@ from kernels.testing.inputs import LAYOUTS, SCALES
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 ATTENTION = {op.op: op for op in OPS.values()}
+MLA = "paged_mla_decode_attention"
+SCORED = (*ATTENTION, MLA)
 EXACT = ("store_kvcache", "slot_mapping_from_positions", "sample_tokens", "copy_blocks")
-EXACT += ("swap_blocks", "update_block_bounds", "select_blocks")
+EXACT += ("swap_blocks", "update_block_bounds", "select_blocks", "concat_and_cache_mla")
 every_op = pytest.mark.parametrize("op", CASES)
 
 SIZES = {
@@ -51,6 +54,11 @@ MORE_SIZES = {
     "rope_store_kvcache": {"layout": STORE_SIZES["layout"]} | ROTARY,
     "apply_rotary_embedding": ROTARY,
     "slot_mapping_from_positions": {"context_lens": st.lists(st.integers(0, 300), max_size=4)},
+    "concat_and_cache_mla": {"layout": STORE_SIZES["layout"]},
+    MLA: {
+        "context_lens": st.lists(st.integers(0, 110), max_size=3),
+        "layout": STORE_SIZES["layout"],
+    },
     "add_rms_norm": {"width": st.sampled_from([1, 7, 64, 100, 1000, 1024, 2560, 5120])},
     "gated_activation": {"width": st.sampled_from([1, 7, 80, 1024, 2048, 2049, 5000])},
     "sample_tokens": {"vocab_size": st.integers(1, 4500), "num_tokens": st.integers(1, 3)},
@@ -74,6 +82,7 @@ OPTIONS = {
     "paged_decode_attention": SCORES,
     "paged_prefill_attention": SCORES | {"causal": st.booleans()},
     "shared_prefix_decode_attention": SCORES | {"num_prefix_splits": st.sampled_from([None, 1, 3])},
+    MLA: {"scale": st.sampled_from([0.0, 0.07, 0.5]), "num_splits": SCORES["num_splits"]},
     "add_rms_norm": {"eps": st.sampled_from([0.0, 1e-6, 1e-5, 0.1])},
 }
 OTHER_DTYPES = {
@@ -166,7 +175,7 @@ def test_matches_reference(op, data, device):
         sizes |= ATTENTION[op].sizes(draw("lengths", ATTENTION[op].lengths))
         sizes |= {"options": options}
         features -= {"window", "softcap", "split"}
-    inexact = op in ATTENTION and not sizes.get("exponent") and sizes["dtype"] == torch.float32
+    inexact = op in SCORED and not sizes.get("exponent") and sizes["dtype"] == torch.float32
     case = make_case(op, **sizes, features=sorted(features), device=device)
     case.inputs.update(options | harder(op, case.inputs, draw))
 
@@ -232,9 +241,7 @@ SMALL |= {"vocab_size": 9, "width": 64, "first_block": 2, "num_layers": 3}
 FAR = [
     (op, dim, ())
     for op in CASES
-    for dim in range(
-        5 if "blocks" in op else 3 if "cache" in op or "bounds" in op or op in ATTENTION else 1
-    )
+    for dim in range(5 if "blocks" in op else 3 if re.search("cache|bounds|attention$", op) else 1)
 ] + [("copy_blocks", dim, ("list",)) for dim in range(3)]
 
 
@@ -252,12 +259,13 @@ def test_offsets_beyond_32_bits(op, dim, features, huge_tensor, device):
         wide = huge_tensor(tensor.shape[dim], stride, dtype=tensor.dtype)
         return wide[:, : math.prod(shape)].unflatten(1, shape).movedim(0, dim).copy_(tensor)
 
-    options = {"num_splits": 2} if op in ATTENTION else {}
+    options = {"num_splits": 2} if op in SCORED else {}
     results = []
     for move in (lambda x: x, far):
         case = make_case(op, **SMALL, features=features, options=options, device=device)
-        if op in ATTENTION:
-            case.inputs["out"] = torch.empty_like(case.inputs["q"])
+        if op in SCORED:
+            values = case.inputs["q"][..., : case.inputs.get("head_dim_v")]
+            case.inputs["out"] = torch.empty_like(values)
         moved = tree_map_only(torch.Tensor, move, case.inputs)
         case.inputs.update(moved)
         results.append([case.call(), *(case.inputs[name] for name in case.writes)])

@@ -20,6 +20,7 @@ FP16_D64 = {"dtype": torch.float16, "head_dim": 64}
 LENS = {
     "paged_prefill_attention": {"context_lens": (2048, 300, 33), "query_lens": (1024, 300, 1)},
     "paged_decode_attention": {"context_lens": (5000, 300, 33) * (20 // SHRINK)},
+    "paged_mla_decode_attention": {"context_lens": (5000, 300, 33) * (20 // SHRINK)},
     "shared_prefix_decode_attention": {
         "prefix_lens": (3000, 50), "group_sizes": (20, 20), "context_lens": (77,) * (40 // SHRINK)
     },

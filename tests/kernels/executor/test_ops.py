@@ -28,12 +28,14 @@ FP16, BF16, FP32 = DTYPES = [
     {"dtype": getattr(torch, x)} for x in ("float16", "bfloat16", "float32")
 ]
 FP8 = {**BF16, "kv_dtype": FP8_DTYPE}
+DEEPSEEK = {"num_q_heads": 40, "head_dim": 128, "options": {"num_splits": 2}}
 DECODE, PREFILL, SHARED = ATTENTION
 SIZES = {
     DECODE: {"context_lens": (70, 5, 0)},
     PREFILL: {"context_lens": (70, 9), "query_lens": (33, 1), "block_size": 16},
     SHARED: {"group_sizes": (2, 1), "prefix_lens": (70, 20), "context_lens": (5, 0, 30)},
     "slot_mapping_from_positions": {"context_lens": (20, 9)},
+    "paged_mla_decode_attention": {"context_lens": (70, 5, 0)},
     "add_rms_norm": {"width": 1000},
     "gated_activation": {"width": 2600},
     "sample_tokens": {"num_tokens": 3},
@@ -52,6 +54,7 @@ IN_TURN += [
     (DECODE, {"head_dim": 255, "num_kv_heads": 1, "block_size": 1, "context_lens": (9,)}),
     *((PREFILL, {"head_dim": head_dim, "block_size": 7}) for head_dim in (40, 160)),
     ("add_rms_norm", {"width": 2560}),
+    *[("paged_mla_decode_attention", {**BF16, **DEEPSEEK})] * 3,
 ]
 VARIANTS = [
     FP32,
