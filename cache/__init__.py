@@ -22,6 +22,7 @@ from cache.sizing import (
     block_bytes,
     kv_cache_shape,
     kv_heads_per_rank,
+    latent_slot_bytes,
     num_cpu_blocks,
     num_gpu_blocks,
     reservation_waste,
@@ -35,7 +36,7 @@ __all__ = [
     "Clock", "EvictionPolicy", "Group", "InterruptedChange", "MemoryUsage", "MultiModalInput",
     "OutOfBlocks", "PriorityPolicy", "Sequence", "ServiceModel", "ServingReplayResult",
     "SessionHint", "SimulationResult", "Trace", "TraceError", "UnsupportedByDesign", "block_bytes",
-    "kv_cache_shape", "kv_heads_per_rank", "layer_groups", "load_trace", "make_manager",
-    "make_policy", "make_workload", "num_cpu_blocks", "num_gpu_blocks", "prompt_token_ids",
-    "reservation_waste", "save_trace", "simulate", "simulate_serving", "slot_bytes",
+    "kv_cache_shape", "kv_heads_per_rank", "latent_slot_bytes", "layer_groups", "load_trace",
+    "make_manager", "make_policy", "make_workload", "num_cpu_blocks", "num_gpu_blocks",
+    "prompt_token_ids", "reservation_waste", "save_trace", "simulate", "simulate_serving", "slot_bytes",
 ]  # fmt: skip

@@ -53,6 +53,18 @@ def slot_bytes(
     )
 
 
+def latent_slot_bytes(
+    *, num_layers: int, kv_lora_rank: int, qk_rope_head_dim: int, dtype_bytes: int = 2
+) -> int:
+    """Bytes of one token's rows in all layers of a latent cache (multi-head latent attention).
+
+    All heads read the same row.  So each rank of tensor parallelism stores all rows.
+    """
+    row = at_least(1, "kv_lora_rank", kv_lora_rank)
+    row += at_least(1, "qk_rope_head_dim", qk_rope_head_dim)
+    return at_least(1, "num_layers", num_layers) * row * at_least(1, "dtype_bytes", dtype_bytes)
+
+
 def block_bytes(*, block_size: int, **shape: int) -> int:
     """Bytes of the K and V of one block of ``block_size`` tokens in all layers on one rank.
 

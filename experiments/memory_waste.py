@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from cache import ServiceModel, Trace, make_manager
+from cache import ServiceModel, Trace, latent_slot_bytes, make_manager, slot_bytes
 from cache.managers import CacheManager, Contiguous
 from cache.serving import open_loop
 from cache.serving.open_loop import engine_without_model
@@ -206,6 +206,19 @@ def _draw_bars(axis: style.Axes, rows: style.DataFrame) -> None:
     axis.grid(axis="x", visible=False)
 
 
+_LAYERS = {
+    "llama_8b_bytes": slot_bytes(num_layers=1, num_kv_heads=8, head_dim=128),
+    "deepseek_v3_bytes": latent_slot_bytes(num_layers=1, kv_lora_rank=512, qk_rope_head_dim=64),
+}
+"""Bytes of a token in one layer in bf16: keys and values of eight heads, and a latent (MLA)."""
+
+
+def _bytes_per_token(rows: style.DataFrame) -> style.DataFrame:
+    """Memory per stored token and layer, waste included."""
+    columns = {name: size / rows["used_fraction"] for name, size in _LAYERS.items()}
+    return rows[["trace", "system", "block_size"]].assign(**columns)
+
+
 EXPERIMENT = Experiment(
     name="memory_waste",
     figure="PagedAttention fig. 2: KV memory used, reserved and fragmented, contiguous vs paged",
@@ -213,5 +226,5 @@ EXPERIMENT = Experiment(
     quick=MemoryWaste(block_size=(1, 16, 256), num_requests=150),
     cells=cells,
     run_cell=run_cell,
-    plot=style.plotter({"memory_waste": _draw}),
+    plot=style.plotter({"memory_waste": _draw}, {"bytes_per_token": (_bytes_per_token, "%.0f")}),
 )

@@ -6,6 +6,7 @@ from cache.sizing import (
     block_bytes,
     kv_cache_shape,
     kv_heads_per_rank,
+    latent_slot_bytes,
     num_cpu_blocks,
     num_gpu_blocks,
     reservation_waste,
@@ -19,6 +20,15 @@ def test_worked_examples_of_blocks():
     assert block_bytes(block_size=4, dtype_bytes=2, **EXAMPLE) == 65_536
     of_13b = {"num_layers": 40, "num_kv_heads": 40, "head_dim": 128}
     assert block_bytes(block_size=16, **of_13b) == 16 * 800 * 1024
+
+
+def test_a_latent_is_smaller_than_the_keys_and_values_of_8_heads():
+    """One layer of DeepSeek-V3 and of Llama 3 8B, and all 61 layers of DeepSeek-V3."""
+    row = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    assert latent_slot_bytes(num_layers=1, **row) == 1152
+    assert slot_bytes(num_layers=1, num_kv_heads=8, head_dim=128) == 4096
+    assert latent_slot_bytes(num_layers=61, **row) == 70_272
+    assert latent_slot_bytes(num_layers=61, dtype_bytes=1, **row) == 35_136
 
 
 @pytest.mark.parametrize(

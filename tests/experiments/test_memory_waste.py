@@ -1,6 +1,7 @@
 import math
 from itertools import pairwise
 
+import pandas as pd
 import pytest
 
 from cache import Trace, make_manager
@@ -55,6 +56,15 @@ def test_memory_by_hand(system, requests, slots, steps):
     assert tuple(result.values())[:4] == steps
     assert [8 * share for share in shares(result).values()] == pytest.approx(slots)
     assert manager.num_free_blocks == 8
+
+
+def test_memory_of_a_token_without_waste_and_in_half_used_memory():
+    rows = pd.DataFrame(
+        {"trace": "t", "system": "paged", "block_size": 1, "used_fraction": [1, 0.5]}
+    )
+    table = memory_waste._bytes_per_token(rows)
+    assert table["llama_8b_bytes"].tolist() == [4096, 8192]
+    assert table["deepseek_v3_bytes"].tolist() == [1152, 2304]
 
 
 def test_without_a_queue_there_is_nothing_to_measure():
