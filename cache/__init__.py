@@ -38,5 +38,6 @@ __all__ = [
     "SessionHint", "SimulationResult", "Trace", "TraceError", "UnsupportedByDesign", "block_bytes",
     "kv_cache_shape", "kv_heads_per_rank", "latent_slot_bytes", "layer_groups", "load_trace",
     "make_manager", "make_policy", "make_workload", "num_cpu_blocks", "num_gpu_blocks",
-    "prompt_token_ids", "reservation_waste", "save_trace", "simulate", "simulate_serving", "slot_bytes",
+    "prompt_token_ids", "reservation_waste", "save_trace", "simulate", "simulate_serving",
+    "slot_bytes",
 ]  # fmt: skip
