@@ -12,17 +12,23 @@ on the seed and v alone. A word x gives the exponential variable E = -log(1 - w)
 2^32, and G = -log(E). The relative error of E is at most 5e-7 even for the smallest E, so the upper
 tail of G is as fine as 32 bits allow. G lies in [-3.14, 22.88].
 
-Top-k and top-p keep the first tokens in descending order of logits. No sort is needed: a token
-drawn from all tokens is accepted if its rank is below top_k and the tokens before it have a
-probability below top_p. Otherwise it and all later tokens are excluded, and the next candidate is
-the token with the best score among the tokens before it. The result equals sampling from masked
-logits. (FlashInfer's rejection sampling draws new noise instead.) With both, the probability of the
-top k is needed, so a radix search finds the k-th logit by three bits at a time.
+Top-k and top-p keep the first tokens in descending order of logits: a token is kept if the tokens
+before it number fewer than top_k, and have a probability below top_p. So each excludes all tokens
+after a limit. No sort is needed: a radix search finds the limit by one hexadecimal digit of the
+logits per launch. A launch's programs sum the sizes of their parts' tokens (1, or the probability)
+by the next digit, and the next launch's programs all derive the limit's digit from these sums. The
+limit of top-k is found first, and the token is sampled within it. This token is right unless top-p
+excludes it. If so, the limit of top-p lies before this token, and after a search among the tokens
+before it the best score within the limit wins. Noise does not change, so the result equals sampling
+from masked logits. (FlashInfer rejects tokens too, but draws new noise.) The number of launches
+does not depend on the logits, and rows that need no search leave the later launches at once.
 
 Logarithms and exponentials are polynomials, products are not fused with sums, and probabilities are
 added as integers. Results are then equal in any order and on every machine, so the kernel, Triton's
 interpreter and the reference agree on every token.
 """
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -47,6 +53,9 @@ EXP2_TERMS = tl.constexpr(
 SQRT_HALF_BITS = tl.constexpr(0x3F3504F3)
 MIN_NORMAL = tl.constexpr(2.0**-126)
 MAX_TEMPERATURE = 1e29
+BINS = tl.constexpr(16)
+_DIGITS = {torch.bfloat16: 4, torch.float16: 5, torch.float32: 8}
+"""Hexadecimal digits that tell logits of a dtype apart, the first digits of their fp32 numbers."""
 _TENSORS = TensorSpec(
     Arg("logits", "num_rows vocab_size", FLOAT_DTYPES, any_strides=True),
     Arg("temperatures", "num_rows", FP32, optional=True),
@@ -129,13 +138,6 @@ def _ordered_bits(x):
 
 
 @triton.jit
-def _from_ordered_bits(bits):
-    """Return the fp32 number that _ordered_bits maps to `bits`."""
-    bits = tl.where(bits >> 31 != 0, bits ^ 0x80000000, bits ^ 0xFFFFFFFF)
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _load_logits(row_ptr, tokens, vocab_size, stride_token, floor):
     """Load logits as fp32. Past the vocabulary and below `floor` (if not None) they are -inf."""
     ptrs = row_ptr + tokens.to(tl.int64) * stride_token
@@ -151,52 +153,56 @@ def _comes_before(logits, tokens, pivot, pivot_token):
 
 
 @triton.jit
-def _candidates(row_ptr, tokens, vocab_size, stride_token, floor, pivot, pivot_token):
-    """Return the scores without noise of [NOISE_SPAN] tokens. Excluded tokens get -inf.
-
-    floor: smaller logits are excluded (None: no limit). pivot: logit of pivot_token; only tokens
-    before pivot_token are allowed (None: all).
-    """
-    logits = _load_logits(row_ptr, tokens, vocab_size, stride_token, floor)
-    scores = tl.where(logits == logits, logits, float("inf"))  # a NaN must not be ignored
-    if pivot is not None:
-        allowed = _comes_before(logits, tokens, pivot, pivot_token)
-        scores = tl.where(allowed, scores, float("-inf"))
-    return scores
+def _is_kept(keys, tokens, limit):
+    """Whether tokens come before limit, a (key, token) pair, or are the limit."""
+    return (keys > limit[0]) | ((keys == limit[0]) & (tokens <= limit[1]))
 
 
 @triton.jit
 def _best_of_chunks(
-    first, last, row_ptr, seed, vocab_size, stride_token, temperature, floor, pivot, pivot_token
-):
-    """Return a row's best score in chunks [first, last), and its lowest token. seed: or None."""
+    first, last, row_ptr, seed, vocab_size, stride_token, temperature, floor, largest, limit, shift
+):  # fmt: skip
+    """Return a row's best score in chunks [first, last), its lowest token, and the kept weight.
+
+    seed: or None. floor: smaller logits are excluded (None: no limit). largest: the row's largest
+    logit, or None if no weight is needed. limit: the last kept (key, token), or None; a key is the
+    first bits of a logit, _ordered_bits >> shift.
+    """
     lanes = tl.arange(0, NOISE_SPAN)
     best = tl.full([NOISE_SPAN], float("-inf"), tl.float32)
     best_tokens = tl.zeros([NOISE_SPAN], tl.int32)
+    kept_weight = tl.zeros([NOISE_SPAN], tl.int64)
     for chunk in range(first, last):
         scores = ()
         for i in tl.static_range(4):
             tokens = lanes + (chunk * 4 + i) * NOISE_SPAN
-            score = _candidates(
-                row_ptr, tokens, vocab_size, stride_token, floor, pivot, pivot_token
-            )
+            logits = _load_logits(row_ptr, tokens, vocab_size, stride_token, floor)
+            score = tl.where(logits == logits, logits, float("inf"))  # a NaN must not be ignored
+            if limit is not None:
+                kept = _is_kept(_ordered_bits(score) >> shift, tokens, limit)
+                score = tl.where(kept, score, float("-inf"))
             scores += (score,)
         has_candidate = True
-        if floor is not None or pivot is not None:  # often none is left
-            largest = tl.maximum(tl.maximum(scores[0], scores[1]), tl.maximum(scores[2], scores[3]))
-            has_candidate = tl.max(largest, axis=0) > float("-inf")
+        if floor is not None or limit is not None:  # often none is left
+            best_of_lanes = tl.maximum(
+                tl.maximum(scores[0], scores[1]), tl.maximum(scores[2], scores[3])
+            )
+            has_candidate = tl.max(best_of_lanes, axis=0) > float("-inf")
         if has_candidate:
             if seed is not None:
                 words = _philox(seed, (lanes + chunk * NOISE_SPAN).to(tl.uint32))
             for i in tl.static_range(4):
                 score = scores[i]
+                if largest is not None:
+                    kept_weight += _weights(score, largest, temperature)
                 if seed is not None:
                     score += temperature * _gumbel(words[i])
                 better = score > best  # tokens ascend, so the lowest token of equal scores stays
                 best = tl.where(better, score, best)
                 best_tokens = tl.where(better, lanes + (chunk * 4 + i) * NOISE_SPAN, best_tokens)
     score = tl.max(best, axis=0)
-    return score, tl.min(tl.where(best == score, best_tokens, vocab_size), axis=0)
+    token = tl.min(tl.where(best == score, best_tokens, vocab_size), axis=0)
+    return score, token, tl.sum(kept_weight, axis=0)
 
 
 @triton.jit
@@ -215,145 +221,182 @@ def _least_kept(largest, min_p, temperature):
     return largest + temperature * _log(f, exponent)
 
 
+@triton.jit
+def _narrowed(sums_ptr, state_ptr, row, split, num_splits, MAX_SPLITS: tl.constexpr):
+    """Find the next digit of a row's limit from the sums of a launch of _search_limits_kernel.
+
+    A token is kept if the tokens before it have a total size below a bound. Returns (key, before,
+    bound, ties_before, ties). key: the digits found; `before` is the size of the tokens with larger
+    keys. bound: negative if the row has no limit. Tokens that begin with key have size `ties` in
+    part `split`; ties_before adds those of earlier parts to `before`.
+    """
+    key = tl.load(state_ptr + 3 * row)
+    before = tl.load(state_ptr + 3 * row + 1)
+    bound = tl.load(state_ptr + 3 * row + 2).to(tl.float64, bitcast=True)
+    ties_before = before
+    ties = before * 0
+    if bound > 0:
+        parts = tl.arange(0, MAX_SPLITS)
+        bins = tl.arange(0, BINS)
+        offsets = (row * num_splits + parts)[:, None] * BINS + bins[None, :]
+        sums = tl.load(sums_ptr + offsets, mask=(parts < num_splits)[:, None], other=0)
+        sizes = tl.sum(sums, axis=0)
+        starts = before + tl.cumsum(sizes, axis=0) - sizes
+        found = tl.max(tl.where((sizes > 0) & (starts.to(tl.float64) < bound), bins, 0), axis=0)
+        size = tl.sum(sizes, axis=0)
+        # The token after all counted tokens is kept: only in top-p, the sampled token.
+        bound = tl.where((before + size).to(tl.float64) < bound, -1.0, bound)
+        key = key * BINS + BINS - 1 - found
+        before = tl.sum(tl.where(bins == found, starts, 0), axis=0)
+        sums = tl.sum(tl.where((bins == found)[None, :], sums, 0), axis=1)
+        ties_before = before + tl.sum(tl.where(parts < split, sums, 0), axis=0)
+        ties = tl.sum(tl.where(parts == split, sums, 0), axis=0)
+    return key, before, bound, ties_before, ties
+
+
 @triton.jit(do_not_specialize=["num_splits", "chunks_per_split"])
 def _sample_tokens_kernel(
-    scores_ptr, tokens_ptr, logits_ptr,
-    temperatures_ptr, noise_seeds_ptr, min_ps_ptr, maxima_ptr,
+    scores_ptr, tokens_ptr, weights_ptr, logits_ptr,
+    temperatures_ptr, noise_seeds_ptr, min_ps_ptr, maxima_ptr, sums_ptr, state_ptr,
     vocab_size, num_splits, chunks_per_split,
     stride_row, stride_token,
-    MAX_SPLITS: tl.constexpr, PDL: tl.constexpr,
+    SHIFT: tl.constexpr, BY_WEIGHT: tl.constexpr, MAX_SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Find the best score in a part of a row, and its token. Grid (num_rows, num_splits).
 
-    Without temperatures the scores are the logits. maxima_ptr: (num_rows, num_splits), the largest
-    logit of each part. It is read only with min_ps.
+    Without temperatures the scores are the logits. weights_ptr: (num_rows, num_splits), for the
+    weight of each part's kept tokens, or None. maxima_ptr: (num_rows, num_splits), the largest
+    logit of each part. It is read only with min_ps, weights or BY_WEIGHT. sums_ptr and state_ptr:
+    from the last launch of _search_limits_kernel, or None. BY_WEIGHT: this searched the limit of
+    top-p; rows without this limit are skipped.
     """
     await_launches_before(PDL)
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     temperature = None
     seed = None
+    largest = None
     floor = None
+    limit = None
+    row_ptr = logits_ptr + row * stride_row
+    first = split * chunks_per_split
+    last = tl.minimum(first + chunks_per_split, tl.cdiv(vocab_size, 4 * NOISE_SPAN))
     if temperatures_ptr is not None:
         temperature = tl.load(temperatures_ptr + row)
         seed = tl.load(noise_seeds_ptr + row)
-    if min_ps_ptr is not None:
-        largest = _largest_of(row, maxima_ptr, num_splits, MAX_SPLITS)
-        floor = _least_kept(largest, tl.load(min_ps_ptr + row), temperature)
-    first = split * chunks_per_split
-    last = tl.minimum(first + chunks_per_split, tl.cdiv(vocab_size, 4 * NOISE_SPAN))
-    score, token = _best_of_chunks(
-        first, last, logits_ptr + row * stride_row, seed, vocab_size, stride_token, temperature,
-        floor, None, None,
-    )  # fmt: skip
-    part = row * num_splits + split
-    tl.store(scores_ptr + part, score)
-    tl.store(tokens_ptr + part, token)
-
-
-@triton.jit
-def _kth_largest(row_ptr, k, vocab_size, stride_token, floor, LANES: tl.constexpr):
-    """Find the k-th largest logit of a row, and how many of the top k tokens have this logit.
-
-    Returns (ordered bits, number): the top k are all tokens above these bits and `number` tokens
-    with exactly these bits. The radix search finds one base-8 digit per pass. A lane packs its
-    eight counts into the bytes of an int64, so a row has at most 255 * LANES tokens.
-    """
-    lanes = tl.arange(0, LANES)
-    found = (k * 0).to(tl.uint32)
-    missing = k  # of the first k, those whose bits begin like `found`
-    size = k * 0
-    shift = 33
-    searching = k > 0
-    while searching:
-        shift -= 3
-        packed = tl.zeros([LANES], tl.int64)
-        for start in range(0, vocab_size, LANES):
-            tokens = start + lanes
-            logits = _load_logits(row_ptr, tokens, vocab_size, stride_token, floor)
-            bits = _ordered_bits(logits) >> shift
-            counted = (bits >> 3 == found) & (tokens < vocab_size)
-            one = tl.where(counted, 1, 0).to(tl.int64)
-            packed += one << ((bits & 7) * 8).to(tl.int64)
-        above, digit, skipped = k * 0, k * 0, k * 0
-        for d in tl.static_range(7, -1, -1):
-            count = tl.sum((packed >> (8 * d)).to(tl.int32) & 255, axis=0)
-            here = (above < missing) & (above + count >= missing)
-            digit = tl.where(here, d, digit)
-            skipped = tl.where(here, above, skipped)
-            size = tl.where(here, count, size)
-            above += count
-        missing -= skipped
-        found = found * 8 + digit.to(tl.uint32)
-        searching = (shift > 0) & (size > missing)
-    bits = found << shift
-    if size == missing:  # all tokens whose bits begin like these
-        bits = tl.maximum(bits, 1) - 1
-        missing = k * 0
-    return bits, missing
-
-
-@triton.jit(do_not_specialize=["num_splits"])
-def _restrict_samples_kernel(
-    tokens_ptr, logits_ptr,
-    temperatures_ptr, noise_seeds_ptr, min_ps_ptr, top_ks_ptr, top_ps_ptr, maxima_ptr,
-    vocab_size, num_splits,
-    stride_row, stride_token,
-    MAX_SPLITS: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Replace a row's token by the best-scoring token that top-k and top-p keep.
-
-    Grid (num_rows). maxima_ptr: as in _sample_tokens_kernel, or None without min_ps and top_ps.
-    """
-    await_launches_before(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + row * stride_row
-    token = tl.load(tokens_ptr + row).to(tl.int32)
-    temperature = tl.load(temperatures_ptr + row)
-    seed = tl.load(noise_seeds_ptr + row)
-    deciding = (token >= 0) & (temperature > 0)
-    floor = None
     if maxima_ptr is not None:
         largest = _largest_of(row, maxima_ptr, num_splits, MAX_SPLITS)
     if min_ps_ptr is not None:
         floor = _least_kept(largest, tl.load(min_ps_ptr + row), temperature)
-    top_k = vocab_size
-    if top_ks_ptr is not None:
-        top_k = tl.minimum(tl.load(top_ks_ptr + row), vocab_size).to(tl.int32)
+    if state_ptr is not None:
+        key, _, bound, before, ties = _narrowed(
+            sums_ptr, state_ptr, row, split, num_splits, MAX_SPLITS
+        )
+        if BY_WEIGHT and bound < 0:
+            return
+        all_ties = (bound < 0) | ((before + ties).to(tl.float64) < bound)
+        last_tie = tl.where(all_ties, vocab_size, -1)  # of those that are kept
+        if (all_ties == 0) & (before.to(tl.float64) < bound):
+            lanes = tl.arange(0, NOISE_SPAN)
+            for span in range(4 * first, 4 * last):
+                tokens = span * NOISE_SPAN + lanes
+                logits = _load_logits(row_ptr, tokens, vocab_size, stride_token, None)
+                tied = (_ordered_bits(logits) >> SHIFT == key) & (tokens < vocab_size)
+                sizes = tied.to(tl.int64)
+                if BY_WEIGHT:
+                    sizes *= _weights(logits, largest, temperature)
+                before_each = before + tl.cumsum(sizes, axis=0) - sizes
+                kept = tied & (before_each.to(tl.float64) < bound)
+                last_tie = tl.maximum(last_tie, tl.max(tl.where(kept, tokens, -1), axis=0))
+                before += tl.sum(sizes, axis=0)
+        limit = (key, last_tie)
+    score, token, weight = _best_of_chunks(
+        first, last, row_ptr, seed, vocab_size, stride_token, temperature, floor,
+        None if weights_ptr is None else largest, limit, SHIFT,
+    )  # fmt: skip
+    part = row * num_splits + split
+    tl.store(scores_ptr + part, score)
+    tl.store(tokens_ptr + part, token)
+    if weights_ptr is not None:
+        tl.store(weights_ptr + part, weight)
+
+
+@triton.jit(do_not_specialize=["num_splits", "chunks_per_split", "shift"])
+def _search_limits_kernel(
+    sums_ptr, state_ptr, last_sums_ptr, last_state_ptr, logits_ptr, temperatures_ptr,
+    top_ks_ptr, top_ps_ptr, tokens_ptr, maxima_ptr, weights_ptr,
+    vocab_size, num_splits, chunks_per_split, shift,
+    stride_row, stride_token,
+    MAX_SPLITS: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Sum the sizes of a part's tokens by the next digit of their keys, from 15 down to 0.
+
+    Grid (num_rows, num_splits). sums_ptr: (num_rows, num_splits, BINS). state_ptr: (num_rows, 3),
+    the search before this digit: key, before and bound of _narrowed. last_*: from the launch for
+    the digit before, or None. With top_ks every token has size 1. With top_ps sizes are weights,
+    and only tokens before the row's sampled token count; if this token is kept there is no limit.
+    """
+    await_launches_before(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    row_ptr = logits_ptr + row * stride_row
+    temperature = tl.load(temperatures_ptr + row)
     if top_ps_ptr is not None:
-        top_p = tl.load(top_ps_ptr + row)
-        above = (token * 0).to(tl.uint32)
-        weight_at = (token * 0).to(tl.int64)
-        if top_ks_ptr is not None and deciding & (top_k < vocab_size) & (top_p < 1):
-            above, number = _kth_largest(row_ptr, top_k, vocab_size, stride_token, floor, LANES)
-            if number > 0:
-                weight_at = _weights(_from_ordered_bits(above), largest, temperature) * number
-    while deciding:
-        pivot = tl.load(row_ptr + token.to(tl.int64) * stride_token).to(tl.float32)
-        before = tl.zeros([LANES], tl.int32)
-        weight_before = tl.zeros([LANES], tl.int64)
-        weight = tl.zeros([LANES], tl.int64)
-        for start in range(0, vocab_size, LANES):
-            tokens = start + tl.arange(0, LANES)
-            logits = _load_logits(row_ptr, tokens, vocab_size, stride_token, floor)
-            comes_before = _comes_before(logits, tokens, pivot, token)
-            before += comes_before.to(tl.int32)
-            if top_ps_ptr is not None:
-                weights = _weights(logits, largest, temperature)
-                weight_before += tl.where(comes_before, weights, 0)
-                weight += tl.where(_ordered_bits(logits) > above, weights, 0)
-        rank = tl.sum(before, axis=0)
-        kept = rank < top_k
+        token = tl.load(tokens_ptr + row)
+    if last_state_ptr is not None:
+        key, before, bound, _, _ = _narrowed(
+            last_sums_ptr, last_state_ptr, row, split, num_splits, MAX_SPLITS
+        )
+    else:
+        key = row * 0
+        before = row * 0
+        if top_ks_ptr is not None:
+            top_k = tl.load(top_ks_ptr + row)
+            bound = top_k.to(tl.float64)
+            limited = top_k < vocab_size
+        else:
+            top_p = tl.load(top_ps_ptr + row)
+            parts = tl.arange(0, MAX_SPLITS)
+            weights_ptrs = weights_ptr + row * num_splits + parts
+            weight = tl.sum(tl.load(weights_ptrs, mask=parts < num_splits, other=0), axis=0)
+            bound = tl.maximum(weight.to(tl.float64) * top_p.to(tl.float64), 1.0)
+            limited = (token >= 0) & (top_p < 1)
+        bound = tl.where(limited & (temperature > 0), bound, -1.0)
+    if split == 0:
+        tl.store(state_ptr + 3 * row, key)
+        tl.store(state_ptr + 3 * row + 1, before)
+        tl.store(state_ptr + 3 * row + 2, bound.to(tl.int64, bitcast=True))
+    if bound < 0:
+        return
+    if top_ps_ptr is not None:
+        pivot = tl.load(row_ptr + token * stride_token).to(tl.float32)
+        largest = _largest_of(row, maxima_ptr, num_splits, MAX_SPLITS)
+    bins = tl.arange(0, BINS)
+    sums = tl.zeros([BINS], tl.int64)
+    first = split * chunks_per_split * 4 * NOISE_SPAN
+    last = tl.minimum(first + chunks_per_split * 4 * NOISE_SPAN, vocab_size)
+    for start in range(first, last, LANES):
+        tokens = start + tl.arange(0, LANES)
+        logits = _load_logits(row_ptr, tokens, vocab_size, stride_token, None)
+        keys = _ordered_bits(logits) >> shift
+        counted = (keys // BINS == key) & (tokens < vocab_size)
         if top_ps_ptr is not None:
-            sought = (tl.sum(weight, axis=0) + weight_at).to(tl.float64) * top_p.to(tl.float64)
-            kept &= (top_p >= 1) | (tl.sum(weight_before, axis=0).to(tl.float64) < sought)
-        deciding = (rank > 0) & (kept == 0)
-        if deciding:
-            last = tl.cdiv(vocab_size, 4 * NOISE_SPAN)
-            _, token = _best_of_chunks(
-                0, last, row_ptr, seed, vocab_size, stride_token, temperature, floor, pivot, token
-            )
-    tl.store(tokens_ptr + row, token.to(tl.int64))
+            counted &= _comes_before(logits, tokens, pivot, token)
+        digits = (keys % BINS ^ (BINS - 1)).to(tl.int32)
+        if top_ps_ptr is not None:
+            lowest = tl.min(tl.where(counted, digits, BINS), axis=0)
+            highest = tl.max(tl.where(counted, digits, -1), axis=0)
+            if lowest <= highest:
+                weights = tl.where(counted, _weights(logits, largest, temperature), 0)
+                for digit in range(lowest, highest + 1):
+                    weight = tl.sum(tl.where(digits == digit, weights, 0), axis=0)
+                    sums += tl.where(bins == digit, weight, 0)
+        else:  # a thread counts its eight tokens in the sixteen half-bytes of an int64
+            packed = counted.to(tl.int64) << (4 * digits).to(tl.int64)
+            packed = tl.sum(tl.reshape(packed, [LANES // 8, 8]), axis=1)
+            counts = (packed[:, None] >> (4 * bins).to(tl.int64)[None, :]).to(tl.int32) & 15
+            sums += tl.sum(counts, axis=0)
+    tl.store(sums_ptr + (row * num_splits + split) * BINS + bins, sums)
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -361,14 +404,22 @@ def _merge_samples_kernel(
     out_ptr,
     scores_ptr,
     tokens_ptr,
+    state_ptr,
     num_splits,
     vocab_size,
     MAX_SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Return a row's lowest token with the best score, or -1 if this score is not finite."""
+    """Return a row's lowest token with the best score, or -1 if this score is not finite.
+
+    state_ptr: of a search; rows without a limit keep their token. None: there was no search.
+    """
     await_launches_before(PDL)
     row = tl.program_id(0).to(tl.int64)
+    if state_ptr is not None:
+        bound = tl.load(state_ptr + 3 * row + 2)
+        if bound < 0:  # the sign of a float is the sign of its bits
+            return
     parts = tl.arange(0, MAX_SPLITS)
     mask = parts < num_splits
     scores = tl.load(scores_ptr + row * num_splits + parts, mask=mask, other=float("-inf"))
@@ -416,8 +467,8 @@ def sample_tokens(
 
     Raises:
         ValueError: a shape, dtype, device or stride does not fit; temperatures or noise_seeds is
-            given without the other; min_ps, top_ks or top_ps without these two; top_ks and top_ps
-            both with over 1,044,480 logits per row; a parameter in host memory is out of range.
+            given without the other; min_ps, top_ks or top_ps without these two; a parameter in host
+            memory is out of range.
     """
     _TENSORS(logits, temperatures, noise_seeds, min_ps, top_ks, top_ps)
     num_rows, vocab_size = logits.shape
@@ -427,12 +478,6 @@ def sample_tokens(
     for name, values in (("min_ps", min_ps), ("top_ks", top_ks), ("top_ps", top_ps)):
         if values is not None and temperatures is None:
             raise ValueError(f"{name}: expected with temperatures; without them nothing is sampled")
-    tile = RESTRICT_TILE
-    limit = 255 * tile.elements
-    if top_ks is not None and top_ps is not None and vocab_size > limit:
-        raise ValueError(
-            f"logits: expected a vocab_size up to {limit} with top_ks and top_ps, got {vocab_size}"
-        )
     check_values("temperatures", temperatures, 0, MAX_TEMPERATURE)
     check_values("min_ps", min_ps, 0, 1)
     check_values("top_ks", top_ks, 1)
@@ -444,32 +489,54 @@ def sample_tokens(
     num_chunks = cdiv(vocab_size, 4 * NOISE_SPAN.value)
     chunks_per_split = cdiv(num_chunks, sample_num_splits(num_rows, num_chunks, target_of(device)))
     num_splits = cdiv(num_chunks, chunks_per_split)
+    sizes = (vocab_size, num_splits, chunks_per_split)
+    options = {"MAX_SPLITS": MAX_SPLITS, **pdl_options(device)}
+    num_digits = _DIGITS[logits.dtype]
 
-    def best_of_parts(*parameters: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = torch.empty(num_rows, num_splits, dtype=torch.float32, device=device)
-        tokens = torch.empty(num_rows, num_splits, dtype=torch.int32, device=device)
+    def new(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.empty(num_rows, *shape, dtype=dtype, device=device)
+
+    def search(*parameters: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+        now, other = [(new(num_splits, BINS.value), new(3)) for _ in range(2)]
+        last: Sequence[torch.Tensor | None] = (None, None)
+        for digit in range(num_digits):
+            launch(_search_limits_kernel, (num_rows, num_splits),
+                *now, *last, logits, temperatures, *parameters,
+                *sizes, 28 - 4 * digit, *logits.stride(),
+                LANES=RESTRICT_TILE.elements, num_warps=RESTRICT_TILE.num_warps,
+                enable_fp_fusion=False, **options,
+            )  # fmt: skip
+            last, now, other = now, other, now
+        return last
+
+    def best_of_parts(
+        weights: torch.Tensor | None, *parameters: torch.Tensor | None, by_weight: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        scores, tokens = new(num_splits, dtype=torch.float32), new(num_splits, dtype=torch.int32)
         launch(_sample_tokens_kernel, (num_rows, num_splits),
-            scores, tokens, logits, *parameters,
-            vocab_size, num_splits, chunks_per_split,
-            *logits.stride(),
-            MAX_SPLITS=MAX_SPLITS, enable_fp_fusion=False, **pdl_options(device),
+            scores, tokens, weights, logits, *parameters,
+            *sizes, *logits.stride(),
+            SHIFT=32 - 4 * num_digits, BY_WEIGHT=by_weight, enable_fp_fusion=False, **options,
         )  # fmt: skip
         return scores, tokens
 
-    maxima = None
-    if min_ps is not None or top_ps is not None:
-        maxima, _ = best_of_parts(None, None, None, None)
-    scores, tokens = best_of_parts(temperatures, noise_seeds, min_ps, maxima)
-    launch(_merge_samples_kernel, (num_rows,),
-        out, scores, tokens, num_splits, vocab_size,
-        MAX_SPLITS=MAX_SPLITS, num_warps=1, **pdl_options(device),
-    )  # fmt: skip
-    if top_ks is not None or top_ps is not None:
-        launch(_restrict_samples_kernel, (num_rows,),
-            out, logits, temperatures, noise_seeds, min_ps, top_ks, top_ps, maxima,
-            vocab_size, num_splits,
-            *logits.stride(),
-            MAX_SPLITS=MAX_SPLITS, LANES=tile.elements, enable_fp_fusion=False,
-            num_warps=tile.num_warps, **pdl_options(device),
+    def merge(*parameters: torch.Tensor | None) -> None:
+        launch(_merge_samples_kernel, (num_rows,),
+            out, *parameters, num_splits, vocab_size,
+            num_warps=1, **options,
         )  # fmt: skip
+
+    maxima = weights = None
+    limits: Sequence[torch.Tensor | None] = (None, None)
+    if min_ps is not None or top_ps is not None:
+        maxima, _ = best_of_parts(None, None, None, None, None, *limits)
+    if top_ks is not None:
+        limits = search(top_ks, None, None, None, None)
+    if top_ps is not None:
+        weights = new(num_splits)
+    merge(*best_of_parts(weights, temperatures, noise_seeds, min_ps, maxima, *limits), None)
+    if top_ps is not None:
+        limits = search(None, top_ps, out, maxima, weights)
+        drawn = temperatures, noise_seeds, None, maxima
+        merge(*best_of_parts(None, *drawn, *limits, by_weight=True), limits[1])
     return out

@@ -215,8 +215,8 @@ for call in shipped_calls(["sample_tokens"]):
 def test_no_product_of_the_noise_is_fused_with_a_sum(compiling_process):
     """Or a GPU would draw other tokens than the reference.
 
-    Kernels that add noise: the one that samples, except where it runs for the largest logits, and
-    the one that samples again among what top-k and top-p keep.
+    The kernel that samples adds noise, except where it runs for the largest logits. With top-p it
+    samples twice.
     """
     lines = [line.split(",") for line in compiling_process(UNFUSED).splitlines()]
     restricted = "bf16 v128256 min_p top_k top_p"
@@ -224,7 +224,7 @@ def test_no_product_of_the_noise_is_fused_with_a_sum(compiling_process):
         (SAMPLE, "bf16 v128256"),
         (SAMPLE, "bf16 v128256 min_p"),
         (SAMPLE, restricted),
-        ("_restrict_samples_kernel", restricted),
+        (SAMPLE, restricted),
     ]
     assert {fused for *_, fused in lines} == {"False"}
 
