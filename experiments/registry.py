@@ -28,6 +28,7 @@ _MODULES = (  # the report has this order
     "published_serving",
     "engine",
     "fp8_quality",
+    "block_selection",
 )
 
 EXPERIMENTS: dict[str, Experiment] = {}
