@@ -1,9 +1,4 @@
-"""Write the latents and rotated key parts of new tokens into their cache slots (MLA).
-
-A cache row is a token's latent, then the rotated part of its key. A program copies a tile of rows.
-"""
-
-from types import SimpleNamespace
+"""Write the latents and rotated key parts of new tokens into their cache slots (MLA)."""
 
 import torch
 import triton
@@ -14,26 +9,13 @@ from kernels.launch import launch
 from kernels.tiles import cdiv, next_power_of_2, store_tile
 from kernels.torch_ops import functional_op
 
-
-def _check_dims(sizes: SimpleNamespace) -> None:
-    """Rule: a cache row has the elements of kv_c and of k_pe."""
-    latent_dim = sizes.kv_lora_rank + sizes.rope_dim
-    if sizes.latent_dim != latent_dim:
-        raise ValueError(
-            "latent_cache: expected shape (num_blocks, block_size, "
-            f"kv_lora_rank + rope_dim={latent_dim}), got {sizes.latent_dim} as its last dimension"
-        )
-
-
 _TENSORS = TensorSpec(
     Arg("latent_cache", "num_blocks block_size latent_dim", FLOAT_DTYPES, written=True),
     Arg("kv_c", "num_tokens kv_lora_rank", same_dtype("latent_cache")),
     Arg("k_pe", "num_tokens rope_dim", same_dtype("latent_cache")),
     Arg("slot_mapping", "num_slots", INTEGERS),
     rules=(
-        _check_dims,
         bounded("latent_cache", "block_size", 1),
-        *(bounded(*arg, 1) for arg in (("kv_c", "kv_lora_rank"), ("k_pe", "rope_dim"))),
         bounded("slot_mapping", "num_slots", 0, "num_tokens"),
     ),
 )
@@ -68,18 +50,14 @@ def concat_and_cache_mla(
 ) -> None:
     """Write the latents and rotated key parts of new tokens into a paged latent cache, in place.
 
-    This is the store that multi-head latent attention (DeepSeek-V2, 2024) needs; vLLM's op has the
-    same name.
+    The store of multi-head latent attention (DeepSeek-V2, 2024), with vLLM's name.
 
     Args:
         kv_c: (num_tokens, kv_lora_rank), the normalised latents of keys and values.
-        k_pe: (num_tokens, rope_dim) in the dtype of kv_c, the part of the keys with rotary position
-            embedding, which all heads share.
-        latent_cache: (num_blocks, block_size, kv_lora_rank + rope_dim) in the dtype of kv_c, any
-            strides but a contiguous last dimension.
-        slot_mapping: (num_slots,) int32 or int64; slot = block_id * block_size + offset of token i.
-            A negative slot is skipped. With num_slots < num_tokens the remaining tokens are not
-            written. Slots must differ from one another.
+        k_pe: (num_tokens, rope_dim), the rotated part of the keys, which all heads share.
+        latent_cache: (num_blocks, block_size, kv_lora_rank + rope_dim) in the dtype of kv_c and
+            k_pe, any strides but a contiguous last dimension.
+        slot_mapping: (num_slots,) int32 or int64, as in `store_kvcache`.
 
     Mutates latent_cache. Returns None.
 
@@ -88,6 +66,12 @@ def concat_and_cache_mla(
             also: a slot is past the end of the cache. Nothing is written then.
     """
     sizes = _TENSORS(latent_cache, kv_c, k_pe, slot_mapping)
+    latent_dim = sizes.kv_lora_rank + sizes.rope_dim
+    if sizes.latent_dim != latent_dim:
+        raise ValueError(
+            f"latent_cache: expected shape (num_blocks, block_size, {latent_dim}) for the elements "
+            f"of kv_c and k_pe, got {tuple(latent_cache.shape)}"
+        )
     check_slots(slot_mapping, latent_cache)
     if sizes.num_slots == 0:
         return

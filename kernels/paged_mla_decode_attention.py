@@ -1,15 +1,12 @@
 """Attention of one new token per sequence over a paged cache of latents (MLA).
 
 Multi-head latent attention (DeepSeek-V2, 2024) caches one row per token and layer: the latent of
-keys and values, then the rotated part of the key. In absorbed form, queries are multiplied by the
-up-projection of keys, and outputs by the up-projection of values. Then all query heads read the
-same rows, and the values are the latents themselves. So a program loads a row once, for the scores
-and the weighted sum of TILE_M heads.
+keys and values, then the rotated part of the key. In absorbed form, all query heads read the same
+rows, and the values are the latents. So a program loads a row once for TILE_M heads.
 
-The grid has one program per head tile, sequence and chunk of tokens (flash-decoding). The chunks of
-a sequence depend only on its length (`kernels.tiles.Chunking`), so its result is bitwise the same
-in any batch. Programs whose chunk the sequence does not have return at once. A second kernel merges
-the partial states of the chunks (split_states.py).
+The grid has a program for each head tile, sequence and chunk of tokens (flash-decoding). Programs
+whose chunk does not exist return at once. The chunks of a sequence depend only on its length, so
+its result is bitwise the same in any batch. A second kernel merges their states (split_states.py).
 """
 
 import torch
@@ -49,9 +46,7 @@ _TENSORS = TensorSpec(
 )  # fmt: skip
 
 
-@triton.jit(
-    do_not_specialize=["batch", "min_tiles", "max_chunks", "num_states", "stride_table"]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["batch", "min_tiles", "max_chunks", "num_states", "stride_table"])
 def _paged_mla_decode_kernel(
     out_ptr, lse_ptr, q_ptr, latent_cache_ptr, block_tables_ptr, context_lens_ptr,
     scale, batch, min_tiles, max_chunks, num_states,
@@ -62,12 +57,10 @@ def _paged_mla_decode_kernel(
     BLOCK_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     IS_SPLIT: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program processes TILE_M heads of one chunk of one sequence. Heads vary fastest between
-    programs, so programs that read the same rows run at the same time.
+    """Head tiles vary fastest between programs, so the readers of a row run at the same time.
 
     IS_SPLIT: out and lse are the acc and sums of split states. Otherwise every sequence has one
-    chunk, out and lse are the results, and lse_ptr may be None.
-    Strides of the cache are in bytes.
+    chunk, and lse_ptr may be None. Strides of the cache are in bytes.
     """
     await_launches_before(PDL)
     HEAD_TILES: tl.constexpr = (NUM_HEADS + TILE_M - 1) // TILE_M
@@ -134,38 +127,26 @@ def paged_mla_decode_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention of one query token per sequence over its paged cache of latents.
 
-    This is the decode step of multi-head latent attention (DeepSeek-V2, 2024) in absorbed form, as
-    FlashMLA computes it. A sequence's query is its last token, at position context_len - 1. The row
-    of this token is already in the cache, see `concat_and_cache_mla`.
+    The decode step of multi-head latent attention (DeepSeek-V2, 2024) in absorbed form, as FlashMLA
+    computes it. `concat_and_cache_mla` has already stored the row of the current token. Tables,
+    lengths, num_splits, return_lse and CUDA graphs are as in `paged_decode_attention`.
 
     Args:
-        q: (batch, num_heads, latent_dim), fp16, bf16 or fp32. A row is the query without rotation
-            times the up-projection of keys (head_dim_v elements), then the rotated part of the
-            query (16, 32 or 64 elements).
+        q: (batch, num_heads, latent_dim), fp16, bf16 or fp32. A row is the unrotated query times
+            the up-projection of keys (head_dim_v elements), then the rotated query (16, 32 or 64).
         latent_cache: (num_blocks, block_size, latent_dim) in q's dtype, any strides but a
-            contiguous last dimension. A row is a token's latent (head_dim_v elements), then the
-            rotated part of its key. All heads read the same rows. The latents are the values, too.
-        block_tables: (batch, max_blocks) int32. Entries past a sequence's last block are never
-            read.
-        context_lens: (batch,) int32, tokens per sequence including the current token.
-        scale: factor of the scores, at least 0. There is no default, because the model's head_dim
-            before absorption determines it: DeepSeek-V2 has (128 + 64) ** -0.5, times YaRN's
-            factor.
+            contiguous last dimension. A row is a token's latent, then the rotated part of its key.
+        block_tables, context_lens: (batch, max_blocks) and (batch,) int32.
+        scale: factor of the scores, at least 0. It has no default, because it depends on head_dim
+            before absorption: DeepSeek-V2 has (128 + 64) ** -0.5, times YaRN's factor.
         head_dim_v: kv_lora_rank, a power of two from 16 to 512.
-        num_splits: maximum number of chunks that a sequence's tokens are divided into. None chooses
-            from the sequence's length, num_heads and the tile. For any num_splits, a sequence's
-            result is bitwise the same whatever else is in the batch and however wide its table is.
         out: (batch, num_heads, head_dim_v) to write to, in q's dtype or fp32; allocated if None.
-        return_lse: also return the LSE.
 
     Returns:
-        The output, which the up-projection of values turns into the heads' outputs. With return_lse
-        also the LSE: (batch, num_heads) fp32, natural log. A context length of 0 gives output 0 and
-        LSE -inf.
+        The weighted sums of latents, to be multiplied by the up-projection of values. With
+        return_lse also the LSE: (batch, num_heads) fp32. A context length of 0 gives 0 and -inf.
 
-    Mutates only out. Launches one kernel, or two if the tables allow more than one chunk. Grids
-    depend on shapes alone, and the host does not synchronise. So a CUDA graph can capture the call
-    and replay it with other context lengths and tables.
+    Mutates only out.
 
     Raises:
         ValueError: a shape, dtype, device, stride or option does not fit. For tensors in host
@@ -189,19 +170,17 @@ def paged_mla_decode_attention(
     checks.check_block_tables(block_tables, context_lens, latent_cache)
     latent_queries = q[..., :head_dim_v]
     out, lse = results_of(latent_queries, out, return_lse)
-    if sizes.batch == 0:
-        return out if lse is None else (out, lse)
     tile = tiles.mla_decode_tile(sizes.num_heads, q.dtype, tiles.target_of(q.device))
     head_tiles = tiles.cdiv(sizes.num_heads, tile.tile_m)
     chunks = tiles.chunking(head_tiles, num_splits)
     num_chunks = chunks.max_count(sizes.max_blocks * sizes.block_size, tile.tile_n)
     states = SplitStates.empty(latent_queries, num_chunks) if num_chunks > 1 else None
     results = (out, lse) if states is None else (states.acc, states.sums)
-    cache_strides = [stride * latent_cache.itemsize for stride in latent_cache.stride()[:2]]
+    strides = [stride * latent_cache.itemsize for stride in latent_cache.stride()[:2]]
     launch(_paged_mla_decode_kernel, (head_tiles * sizes.batch * num_chunks,),
         *results, q, latent_cache, block_tables, context_lens,
         scale, sizes.batch, chunks.min_tiles, chunks.max_chunks, num_chunks,
-        *out.stride()[:2], *q.stride()[:2], *cache_strides, block_tables.stride(0),
+        *out.stride()[:2], *q.stride()[:2], *strides, block_tables.stride(0),
         NUM_HEADS=sizes.num_heads, HEAD_DIM_V=head_dim_v, ROPE_DIM=rope_dim,
         BLOCK_SIZE=sizes.block_size, TILE_M=tile.tile_m, TILE_N=tile.tile_n,
         IS_SPLIT=states is not None, PRECISION=tile.precision,

@@ -205,12 +205,11 @@ def decode_tile(
 
 @functools.cache
 def mla_decode_tile(num_heads: int, dtype: torch.dtype, target: Target) -> AttentionTile:
-    """Tile of the MLA decode kernel; it fits cache rows of up to 512 + 64 elements.
+    """Tile of the MLA decode kernel for rows of up to 512 + 64 elements.
 
-    All heads read the same rows, so tile_m is the largest that leaves registers for an accumulator
-    of 512 columns: 64 heads on sm_80 (mma.sync) and sm_90 (wgmma). On sm_100, products of 64 rows
-    would be asynchronous (tcgen05), and Triton 3.7.1 leaves out a fence before them. 32 rows use
-    mma.sync. fp32 is for tests: its tile spills registers.
+    All heads read the same rows, so tile_m is as large as registers allow beside an accumulator of
+    512 columns. On sm_100 it is 32, for mma.sync: with 64 rows (tcgen05) Triton 3.7.1 leaves out a
+    fence. fp32 is for tests: its tile spills registers.
     """
     if forced := target.forced_tile("mla_decode_tile"):
         return forced

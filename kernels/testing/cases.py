@@ -259,10 +259,9 @@ def _concat_and_cache_mla(s: Sizes) -> Case:
     kv_c, k_pe = random.normal(s.num_tokens, sum(dims), dtype=s.dtype).split(dims, dim=1)
     sizes = replace(s, num_kv_heads=1, head_dim=sum(dims), kv_dtype=None)
     slots, (cache, _) = sizes.slots_and_caches(random)
-    inputs = {"kv_c": kv_c, "k_pe": k_pe, "latent_cache": cache[:, :, 0], "slot_mapping": slots}
     return Case(
         "concat_and_cache_mla",
-        inputs,
+        {"kv_c": kv_c, "k_pe": k_pe, "latent_cache": cache[:, :, 0], "slot_mapping": slots},
         num_bytes=s.num_tokens * (2 * sum(dims) * s.dtype.itemsize + 8),
         returns=(),
         writes=("latent_cache",),

@@ -11,19 +11,17 @@ from kernels.testing.cases import make_case
 from kernels.testing.hugging_face import import_transformers
 from kernels.testing.inputs import poison_
 
-FP16, BF16 = torch.float16, torch.bfloat16
+SIZES = {"head_dim": 128, "context_lens": (75, 0, 1, 33), "dtype": torch.float16}
 
 
-def make(device, num_splits=None, **sizes):
-    sizes = {"context_lens": (75, 0, 1, 33), "num_q_heads": 20, "dtype": FP16} | sizes
-    options = {"num_splits": num_splits}
-    op = "paged_mla_decode_attention"
-    return make_case(op, **sizes, head_dim=128, options=options, device=device)
+def make(device, num_splits, **sizes):
+    sizes = SIZES | {"num_q_heads": 20, "options": {"num_splits": num_splits}} | sizes
+    return make_case("paged_mla_decode_attention", **sizes, device=device)
 
 
-@pytest.mark.parametrize(("num_heads", "dtype"), [(16, BF16), (40, FP16), (128, BF16)])
-def test_heads_of_models(num_heads, dtype, device):
-    case = make(device, 2, num_q_heads=num_heads, dtype=dtype)
+@pytest.mark.parametrize("num_heads", [16, 40, 128])
+def test_heads_of_models(num_heads, device):
+    case = make(device, 2, num_q_heads=num_heads)
     assert all(result.passed for result in case.judge().values())
 
 
@@ -38,9 +36,7 @@ def test_batch_table_width_and_block_size_change_no_bit(num_splits, device):
     for block_size in (1, 24):
         assert same(make(device, num_splits, block_size=block_size).call(), (out, lse))
     wide = torch.zeros(4, 20, 2, 512, device=device)
-    assert paged_mla_decode_attention(**case.inputs | {"out": wide[:, :, 1]})[0].is_set_to(
-        wide[:, :, 1]
-    )
+    paged_mla_decode_attention(**case.inputs | {"out": wide[:, :, 1]})
     assert torch.equal(wide[:, :, 1].half(), out)
     assert not wide[:, :, 0].any()
 
