@@ -445,7 +445,7 @@ def check_block_tables(
         return
     tables_name, lens_name = names
     num_blocks, block_size = k_cache.shape[:2]
-    max_blocks = block_tables.shape[1]
+    max_blocks = block_tables.shape[-1]
     check_values(lens_name, context_lens, 0, what="lengths")
     longest = int(context_lens.max())
     if longest > max_blocks * block_size:
@@ -461,5 +461,7 @@ def check_block_tables(
     if window_size is not None:
         first_visible = context_lens - query_lens - window_size + 1
         visible = visible & ((column + 1) * block_size > first_visible[:, None])
+    if block_tables.dim() == 3:  # one table for each KV head
+        visible = visible[:, None]
     what = "block ids within the context"
     check_values(tables_name, block_tables, 0, num_blocks - 1, what, visible)

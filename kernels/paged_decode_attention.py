@@ -55,83 +55,106 @@ from kernels.primitives import (
     score_unit,
     wide_product,
 )
-from kernels.split_states import SplitStates, chunks_of, results_of
+from kernels.split_states import SplitStates, chunks_of, results_of, tiles_of
 from kernels.torch_ops import attention_op
 
 _TENSORS = attention_spec(
     "batch",
-    Arg("block_tables", "batch max_blocks", INT32),
+    Arg("block_tables", "batch max_blocks | batch num_kv_heads max_blocks", INT32),
     Arg("context_lens", "batch", INT32),
 )
 
 
 @triton.jit
-def _later_items(
-    rows, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
+def _work_of(
+    row, by_chunks, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
     HEAD_TILES: tl.constexpr, TILE_N: tl.constexpr, USE_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Return each row's number of work items after its first chunk."""
-    context_lens = tl.load(context_lens_ptr + rows, mask=rows < batch, other=0)
-    first = tl.maximum(context_lens - window_size, 0) if USE_WINDOW else 0
-    _, num_chunks = chunks_of(context_lens - first, min_tiles, max_chunks, TILE_N)
-    return (num_chunks - 1) * HEAD_TILES
+    """Return the work of 64 rows from `row` in two halves: chunks if by_chunks, otherwise tiles.
+
+    Every warp computes all of it, so that sums need no shared memory or barriers.
+    """
+    halves = ()
+    for half in tl.static_range(2):
+        rows = row + 32 * half + tl.arange(0, 32)
+        num_keys = tl.load(context_lens_ptr + rows, mask=rows < batch, other=0)
+        if USE_WINDOW:
+            num_keys = tl.minimum(num_keys, window_size)
+        _, num_chunks = chunks_of(num_keys, min_tiles, max_chunks, TILE_N)
+        work = tl.where(by_chunks, num_chunks, tiles_of(num_keys, TILE_N))
+        halves += (tl.where(rows < batch, work * HEAD_TILES, 0),)
+    return halves
 
 
 @triton.jit
-def _next_item(
-    row, item, max_later, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
+def _locate(
+    row, place, by_chunks, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
     HEAD_TILES: tl.constexpr, TILE_N: tl.constexpr, USE_WINDOW: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Find a work item. Negative items are the sequences' first chunks and need no search. Items
-    from 0 up are later chunks, counted from the first later chunk of sequence `row`.
-
-    Returns a later chunk's sequence, and the item's index among that sequence's later chunks. The
-    sequence is >= `batch` if the item does not exist. max_later: upper bound of the number of later
-    items. Every warp searches 64 sequences at a time, without shared memory or barriers.
+    """Return the row of the work at `place`, which is counted from the beginning of `row`, and the
+    place counted from the beginning of the returned row. The row is >= batch past the last work.
     """
-    if item >= max_later:
-        row = batch
-    if IS_SPLIT and item >= 0 and row < batch:
-        lanes = tl.arange(0, 32)
-        items = tl.zeros([32], tl.int32)
-        items_32 = items
-        searching = True
-        while searching:
-            items = _later_items(
-                row + lanes, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
-                HEAD_TILES, TILE_N, USE_WINDOW,
-            )  # fmt: skip
-            items_32 = _later_items(
-                row + 32 + lanes, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
-                HEAD_TILES, TILE_N, USE_WINDOW,
-            )  # fmt: skip
-            total = tl.sum(items + items_32, axis=0)
-            searching = item >= total
-            if searching:
-                item -= total
-                row += 64
-                searching = row < batch
-        if row < batch:
-            # Bisect the 64 sequences. Constants of a cumsum would take registers everywhere.
-            for step in tl.static_range(6):
-                lower, upper = items, items_32
-                if step > 0:
-                    is_upper = (lanes & (32 >> step)) != 0
-                    lower = tl.where(is_upper, 0, items)
-                    upper = tl.where(is_upper, items, 0)
-                total = tl.sum(lower, axis=0)
-                items = tl.where(item >= total, upper, lower)
-                if item >= total:
-                    item -= total
-                    row += 32 >> step
-    return row, item
+    if not IS_SPLIT:
+        row += (place.to(tl.uint32) // HEAD_TILES).to(tl.int32)
+        return row, (place.to(tl.uint32) % HEAD_TILES).to(tl.int32)
+    lanes = tl.arange(0, 32)
+    work = tl.zeros([32], tl.int32)
+    work_32 = work
+    searching = row < batch
+    while searching:
+        work, work_32 = _work_of(
+            row, by_chunks, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
+            HEAD_TILES, TILE_N, USE_WINDOW,
+        )  # fmt: skip
+        total = tl.sum(work + work_32, axis=0)
+        searching = place >= total
+        if searching:
+            place -= total
+            row += 64
+            searching = row < batch
+    if row < batch:
+        # Bisect the 64 rows. Constants of a cumsum would take registers everywhere.
+        for step in tl.static_range(6):
+            lower, upper = work, work_32
+            if step > 0:
+                is_upper = (lanes & (32 >> step)) != 0
+                lower = tl.where(is_upper, 0, work)
+                upper = tl.where(is_upper, work, 0)
+            total = tl.sum(lower, axis=0)
+            work = tl.where(place >= total, upper, lower)
+            if place >= total:
+                place -= total
+                row += 32 >> step
+    return row, place
+
+
+@triton.jit
+def _nearest_chunk(place, unit):
+    """Return the number of the chunk whose beginning is nearest to `place`."""
+    return ((2 * place + unit).to(tl.uint32) // (2 * unit).to(tl.uint32)).to(tl.int32)
+
+
+@triton.jit
+def _store_state(
+    out_ptr, lse_ptr, acc, acc_odd, row_max, row_sum, unit, v_factor, states, mask, head_mask,
+    HEAD_DIM: tl.constexpr, PAIRED_VALUES: tl.constexpr,
+):  # fmt: skip
+    """Write the state of a chunk, see split_states.py."""
+    if PAIRED_VALUES:
+        acc = tl.reshape(tl.join(acc, acc_odd), mask.shape)
+    if v_factor is not None:
+        acc *= v_factor
+    out_ptrs = out_ptr + states[:, None] * HEAD_DIM + tl.arange(0, mask.shape[1])[None, :]
+    tl.store(out_ptrs, acc, mask=mask)
+    tl.store(lse_ptr + 2 * states, natural_max(row_max, unit), mask=head_mask)
+    tl.store(lse_ptr + 2 * states + 1, tl.sum(row_sum, axis=1), mask=head_mask)
 
 
 @triton.jit(
     do_not_specialize=[
         "window_size", "batch", "min_tiles", "max_chunks", "first_state", "num_states",
-        "stride_table",
+        "stride_table", "stride_table_head",
     ]
 )  # fmt: skip
 def _paged_decode_kernel(
@@ -143,7 +166,7 @@ def _paged_decode_kernel(
     stride_q_seq, stride_q_head,
     stride_k_block, stride_k_slot, stride_k_head,
     stride_v_block, stride_v_slot, stride_v_head,
-    stride_table, stride_alibi_seq,
+    stride_table, stride_table_head, stride_alibi_seq,
     NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr,
@@ -177,27 +200,47 @@ def _paged_decode_kernel(
     dim_mask = offs_d < HEAD_DIM
     offs_v = tl.arange(0, HEAD_DIM_PADDED // PAIR)
 
-    num_first = batch * HEAD_TILES
-    max_later = num_first * (num_states - first_state - 1) if IS_SPLIT else 0
-    later_row = 0
-    item = tl.program_id(0) - num_first
-    later_row, item = _next_item(
-        later_row, item, max_later, context_lens_ptr, batch, window_size,
-        min_tiles, max_chunks, HEAD_TILES, TILE_N, USE_WINDOW, IS_SPLIT,
+    # Few chunks: in every round a program takes one. Otherwise it takes its share of all tiles.
+    place, left, by_chunks = tl.program_id(0), 1, True
+    step = 2 * (tl.num_programs(0) - place) - 1
+    if IS_SPLIT:
+        total = 0
+        for first_seq in range(0, batch, 64):
+            work, work_32 = _work_of(
+                first_seq, False, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
+                HEAD_TILES, TILE_N, USE_WINDOW,
+            )  # fmt: skip
+            total += tl.sum(work + work_32, axis=0)
+        share = total // tl.num_programs(0)
+        by_chunks = share < 3 * min_tiles
+        if not by_chunks:
+            longer = total % tl.num_programs(0)
+            left = share + (place < longer).to(tl.int32)
+            place = place * share + tl.minimum(place, longer)
+    seq, place = _locate(
+        place * 0, place, by_chunks, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
+        HEAD_TILES, TILE_N, USE_WINDOW, IS_SPLIT,
     )  # fmt: skip
-    while later_row < batch:
-        is_first = item < 0
-        piece = tl.where(is_first, item + num_first, item).to(tl.uint32)
-        index, head_tile = (piece // HEAD_TILES).to(tl.int32), (piece % HEAD_TILES).to(tl.int32)
-        seq = tl.where(is_first, index, later_row)
-        chunk = tl.where(is_first, 0, index + 1)
+    while seq < batch:
         context_len = tl.load(context_lens_ptr + seq)
         first = tl.maximum(context_len - window_size, 0) if USE_WINDOW else 0
-        chunk_tokens, _ = chunks_of(context_len - first, min_tiles, max_chunks, TILE_N)
+        chunk_tokens, num_chunks = chunks_of(context_len - first, min_tiles, max_chunks, TILE_N)
+        head_tile, chunk, end_chunk, rest = place, 0, 1, 1
+        if IS_SPLIT:
+            unit = tl.where(by_chunks, 1, chunk_tokens // TILE_N)
+            work = tl.where(by_chunks, num_chunks, tiles_of(context_len - first, TILE_N))
+            head_tile = (place.to(tl.uint32) // work.to(tl.uint32)).to(tl.int32)
+            begin = place - head_tile * work
+            rest = work - begin
+            chunk = _nearest_chunk(begin, unit)
+            end_chunk = num_chunks
+            if left < rest:
+                end_chunk = _nearest_chunk(begin + left, unit)
         kv_head = head_tile // M_TILES
         offs_m = head_tile % M_TILES * TILE_M + tl.arange(0, TILE_M)
         begin = first + chunk * chunk_tokens
-        end = tl.minimum(begin + chunk_tokens, context_len)
+        chunk_end = begin + chunk_tokens
+        end = tl.minimum(first + end_chunk * chunk_tokens, context_len)
         heads = kv_head * GROUP_SIZE + offs_m
         head_mask = offs_m < GROUP_SIZE
         qo_mask = head_mask[:, None] & dim_mask[None, :]
@@ -213,16 +256,20 @@ def _paged_decode_kernel(
         qk_scale = scale * q_unit
         if k_scale is not None:
             qk_scale *= load_scale(k_scale, kv_head, stride_k_scale)
-        unit = score_unit(qk_scale, softcap, HAS_SOFTCAP, HAS_ALIBI)
+        score_unit_ = score_unit(qk_scale, softcap, HAS_SOFTCAP, HAS_ALIBI)
         k_ptr = add_bytes(k_cache_ptr, wide_product(kv_head, stride_k_head))
         v_ptr = add_bytes(v_cache_ptr, wide_product(kv_head, stride_v_head))
         table_ptr = block_tables_ptr + wide_product(seq, stride_table)
+        table_ptr += wide_product(kv_head, stride_table_head)
         if BLOCK_SIZE == 0:
             ids = tl.load(table_ptr)
         acc = tl.zeros([TILE_M, HEAD_DIM_PADDED // PAIR], tl.float32)
         acc_odd = acc
         row_max = tl.full([TILE_M], float("-inf"), tl.float32)
         row_sum = tl.zeros([TILE_M, TILE_N], tl.float32)
+        v_factor = None
+        if v_scale is not None:
+            v_factor = load_scale(v_scale, kv_head, stride_v_scale)
 
         for start in tl.range(begin, end, TILE_N):
             positions = start + offs_n
@@ -251,26 +298,42 @@ def _paged_decode_kernel(
                 NEGATIVE_SCALE, HAS_SOFTCAP, HAS_ALIBI,
             )  # fmt: skip
             scores = tl.where(token_mask[None, :], scores, float("-inf"))
-            p, alpha, row_max, row_sum = online_softmax_weights(scores, unit, row_max, row_sum)
+            p, alpha, row_max, row_sum = online_softmax_weights(
+                scores, score_unit_, row_max, row_sum
+            )
             if PAIRED_VALUES:
                 even, odd = values_of_pairs(v, q.dtype)
                 acc = accumulate(p, even, acc, alpha, PRECISION)
                 acc_odd = accumulate(p, odd, acc_odd, alpha, PRECISION)
             else:
                 acc = accumulate(p, values_from_cache(v, q.dtype), acc, alpha, PRECISION)
+            if IS_SPLIT:
+                if (start + TILE_N == chunk_end) & (chunk_end < end):
+                    _store_state(
+                        out_ptr, lse_ptr, acc, acc_odd, row_max, row_sum, score_unit_, v_factor,
+                        wide_product(seq * NUM_Q_HEADS + heads, num_states) + first_state + chunk,
+                        qo_mask, head_mask, HEAD_DIM, PAIRED_VALUES,
+                    )  # fmt: skip
+                    chunk += 1
+                    chunk_end += chunk_tokens
+                    acc = tl.zeros([TILE_M, HEAD_DIM_PADDED // PAIR], tl.float32)
+                    acc_odd = tl.zeros([TILE_M, HEAD_DIM_PADDED // PAIR], tl.float32)
+                    row_max = tl.full([TILE_M], float("-inf"), tl.float32)
+                    row_sum = tl.zeros([TILE_M, TILE_N], tl.float32)
 
-        if PAIRED_VALUES:
-            acc = tl.reshape(tl.join(acc, acc_odd), (TILE_M, HEAD_DIM_PADDED))
-        if v_scale is not None:
-            acc *= load_scale(v_scale, kv_head, stride_v_scale)
-        row_max, row_sum = natural_max(row_max, unit), tl.sum(row_sum, axis=1)
         if IS_SPLIT:
-            states = wide_product(seq * NUM_Q_HEADS + heads, num_states) + first_state + chunk
-            out_ptrs = out_ptr + states[:, None] * HEAD_DIM + offs_d[None, :]
-            tl.store(out_ptrs, acc, mask=qo_mask)
-            tl.store(lse_ptr + 2 * states, row_max, mask=head_mask)
-            tl.store(lse_ptr + 2 * states + 1, row_sum, mask=head_mask)
+            if chunk < end_chunk:
+                _store_state(
+                    out_ptr, lse_ptr, acc, acc_odd, row_max, row_sum, score_unit_, v_factor,
+                    wide_product(seq * NUM_Q_HEADS + heads, num_states) + first_state + chunk,
+                    qo_mask, head_mask, HEAD_DIM, PAIRED_VALUES,
+                )  # fmt: skip
         else:
+            if PAIRED_VALUES:
+                acc = tl.reshape(tl.join(acc, acc_odd), (TILE_M, HEAD_DIM_PADDED))
+            if v_factor is not None:
+                acc *= v_factor
+            row_max, row_sum = natural_max(row_max, score_unit_), tl.sum(row_sum, axis=1)
             if sinks_ptr is not None:
                 sinks = tl.load(sinks_ptr + heads, mask=head_mask, other=0.0)
                 acc, row_max, row_sum = add_sinks(acc, row_max, row_sum, sinks)
@@ -280,9 +343,17 @@ def _paged_decode_kernel(
             tl.store(out_ptrs + offs_d[None, :], cast(out, out_ptr.dtype.element_ty), mask=qo_mask)
             if lse_ptr is not None:
                 tl.store(lse_ptr + seq * NUM_Q_HEADS + heads, lse, mask=head_mask)
-        later_row, item = _next_item(
-            later_row, item + tl.num_programs(0), max_later, context_lens_ptr, batch, window_size,
-            min_tiles, max_chunks, HEAD_TILES, TILE_N, USE_WINDOW, IS_SPLIT,
+        if by_chunks:
+            place += step
+            step = 2 * tl.num_programs(0) - step
+        else:
+            place += rest
+            left -= rest
+            if left <= 0:
+                seq = batch
+        seq, place = _locate(
+            seq, place, by_chunks, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
+            HEAD_TILES, TILE_N, USE_WINDOW, IS_SPLIT,
         )  # fmt: skip
 
 
@@ -300,7 +371,7 @@ def decode_chunking(
     tile = tiles.decode_tile(
         group_size, tiles.padded_dim(head_dim), q.dtype, target, k_cache.itemsize
     )
-    max_tokens = block_tables.shape[1] * k_cache.shape[1]
+    max_tokens = block_tables.shape[-1] * k_cache.shape[1]
     max_tokens = max_tokens if window_size is None else min(max_tokens, window_size)
     chunks = tiles.chunking(num_kv_heads, num_splits)
     return tile, chunks, chunks.max_count(max_tokens, tile.tile_n)
@@ -340,7 +411,7 @@ def launch_decode(
         batch, chunks.min_tiles, chunks.max_chunks,
         first_state, 0 if states is None else states.sums.shape[2],
         *out.stride()[:2], *q.stride()[:2], *byte_strides(k_cache), *byte_strides(v_cache),
-        block_tables.stride(0),
+        block_tables.stride(0), block_tables.stride(1) if block_tables.dim() == 3 else 0,
         alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
         NUM_KV_HEADS=num_kv_heads, GROUP_SIZE=group_size,
         HEAD_DIM=head_dim, HEAD_DIM_PADDED=tiles.padded_dim(head_dim),
@@ -383,7 +454,9 @@ def paged_decode_attention(
         k_cache, v_cache: (num_blocks, block_size, num_kv_heads, head_dim) in q's dtype or fp8 e4m3,
             any strides but a contiguous last dimension. num_q_heads is a multiple of num_kv_heads.
         block_tables: (batch, max_blocks) int32. Entries past a sequence's last block or before its
-            window are never read.
+            window are never read. Or (batch, num_kv_heads, max_blocks): each KV head reads its own
+            blocks, as many as the other heads (see `select_blocks`). Positions are then unknown, so
+            window_size and alibi_slopes must be None.
         context_lens: (batch,) int32, tokens per sequence including the current token.
         scale: factor of the scores. None: head_dim ** -0.5.
         window_size: number of tokens that the query sees, including itself. None: all tokens.
@@ -418,6 +491,13 @@ def paged_decode_attention(
         scale, window_size, softcap, num_splits
     )
     checks.check_block_tables(block_tables, context_lens, k_cache, window_size=window_size)
+    if block_tables.dim() == 3:
+        for name, option in (("window_size", window_size), ("alibi_slopes", alibi_slopes)):
+            if option is not None:
+                raise ValueError(
+                    f"{name}: expected None with block_tables of shape {tuple(block_tables.shape)}, "
+                    "as the positions of the selected tokens are unknown"
+                )
     out, lse = results_of(q, out, return_lse)
     if sizes.batch:
         launch_decode(

@@ -214,6 +214,22 @@ def paged_decode_attention(
     out: torch.Tensor | None = None, return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Reference of `kernels.paged_decode_attention`; num_splits has no effect."""
+    if block_tables.dim() == 3:
+        num_kv_heads = k_cache.shape[2]
+        lse = torch.empty(q.shape[:2], dtype=q.dtype, device=q.device)
+        out = torch.empty_like(q) if out is None else out
+        for head, rows in enumerate(torch.arange(q.shape[1]).chunk(num_kv_heads)):
+            own = {"k_scale": k_scale, "v_scale": v_scale}
+            for name, factor in own.items():
+                if isinstance(factor, torch.Tensor) and factor.numel() > 1:
+                    own[name] = factor[head]
+            out[:, rows], lse[:, rows] = paged_decode_attention(
+                q[:, rows], k_cache[:, :, head, None], v_cache[:, :, head, None],
+                block_tables[:, head], context_lens,
+                scale=scale, softcap=softcap, sinks=None if sinks is None else sinks[rows],
+                return_lse=True, **own,
+            )  # fmt: skip
+        return (out, lse) if return_lse else out
     return paged_prefill_attention(
         q, k_cache, v_cache, block_tables, torch.arange(len(q) + 1), context_lens,
         max_seqlen_q=1, scale=scale, window_size=window_size, softcap=softcap,
