@@ -27,6 +27,7 @@ from kernels.executor.operands import (
     is_float,
 )
 from kernels.executor.ptx import LOCAL_ORIGIN, Operand, Register
+from kernels.executor.tma import load_box
 
 _HINTS = re.compile(r"ca|cg|cs|lu|cv|wb|wt|nc|weak|L1::.*|L2::.*")
 
@@ -119,6 +120,8 @@ def _cp(translation: Translation) -> Step:
     if opcode == "cp.async.wait_group":
         max_pending = int(translation.operands[0], 0)
         return lambda batch, mask: batch.copies.wait(batch.every(mask), max_pending)
+    if opcode.startswith("cp.async.bulk"):
+        return load_box(translation)
     if not re.match(r"cp\.async\.c[ag]\.shared(::cta)?\.global(\.L2::\w+)*$", opcode):
         raise Unsupported("this form of cp is not supported")
     target, source, size, *rest = translation.operands

@@ -42,9 +42,9 @@ def _mov(translation: Translation) -> Step:
 
 @instruction("cvta")
 def _cvta(translation: Translation) -> Step:
-    """A generic address equals the global or local one; shared memory is not supported."""
-    if not {"global", "local"} & {*translation.parts}:
-        raise Unsupported("only addresses of global and local memory")
+    """A generic address equals the global, local or parameter's; shared memory is not supported."""
+    if not {"global", "local", "param"} & {*translation.parts}:
+        raise Unsupported("only addresses of global and local memory and of parameters")
     return elementwise(translation, lambda a: a, translation.kind)
 
 

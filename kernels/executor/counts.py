@@ -20,7 +20,7 @@ from kernels.executor.ptx import Instruction, Program
 
 _CLASSES = (
     ("tensor core", r"mma|wgmma\.mma_async|tcgen05\.mma"),
-    ("asynchronous copy", r"cp\.async\.c[ag]"),
+    ("asynchronous copy", r"cp\.async\.(c[ag]|bulk\.tensor)"),
     ("global load", r"ld\.global"),
     ("global store", r"st\.global"),
     ("shared memory", r"(ld|st)\.shared|ldmatrix|stmatrix"),
@@ -139,6 +139,12 @@ class Tally:
     def products(self, operations: int) -> None:
         """Count matrix products whose size is not part of the opcode (tcgen05.mma)."""
         self._counts["tensor_operations"] += operations
+
+    def box(self, addresses: np.ndarray, size: int) -> None:
+        """Count a bulk copy, one request, of `size` bytes at each address."""
+        places = addresses.reshape(-1)
+        sectors, lines = (len(np.unique(places // np.uint64(block))) for block in (32, 128))
+        self._counts.update(read_bytes=size * len(places), requests=1, sectors=sectors, lines=lines)
 
     def finish(self, memory, executed: np.ndarray) -> Counts:
         """The counts of the launch, after all its programs have ended. executed: how many warps

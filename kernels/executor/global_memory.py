@@ -80,6 +80,7 @@ class GlobalMemory(CheckedMemory):
         tensors: Sequence[TensorWindow],
         tables: Sequence[TensorWindow] = (),
         num_programs: int = 1,
+        num_warps: int = 0,
     ):
         self.tensors = [*tensors, *tables]
         self.pointers = [
@@ -97,7 +98,7 @@ class GlobalMemory(CheckedMemory):
                 window["sizes"][axis], window["strides"][axis] = dim
             window["unwritten"] = max(tensor.unwritten - ORIGIN, 0)
         regions, num_bytes = self._place_shadows(windows)
-        super().__init__(windows, regions, num_bytes, len(tensors), num_programs)
+        super().__init__(windows, regions, num_bytes, len(tensors), num_programs, num_warps)
 
     def _place_shadows(self, windows: np.ndarray) -> tuple[np.ndarray, int]:
         """Set `shadow` and `region` of the windows. A shadow has the alignment of the address.
@@ -126,8 +127,7 @@ class GlobalMemory(CheckedMemory):
         super().run(batch, compiled, size, done, addresses, mask, *arguments)
 
     def threads(self, batch) -> Threads:
-        epochs, per_program = batch.shared.epochs, batch.threads_per_program
-        return Threads(batch.program_of_thread, epochs, per_program, batch.at)
+        return Threads(batch.program_of_thread, batch.clocks, batch.threads_per_program, batch.at)
 
     def tally(self, batch, addresses, mask, sizes, *kinds: str) -> None:
         for kind in kinds if batch.launch.tally is not None else ():

@@ -166,11 +166,11 @@ class MatrixQueue(Queue):
         self.push(mask, [*results], operands)
 
     def _end(self, product, _ending, pending: np.ndarray) -> None:
-        held: Any = pending.reshape(self._batch.num_programs, -1).any(1)
-        for number, (programs, chunks) in enumerate(operands := product[1]):
-            over = ~held[programs]
-            self._batch.shared.release_operands(programs[over], chunks[over])
-            operands[number] = programs[~over], chunks[~over]
+        held: Any = pending.reshape(-1, 128).any(1)
+        for number, (groups, chunks) in enumerate(operands := product[1]):
+            over, batch = ~held[groups], self._batch
+            batch.shared.end_take(batch, 128 * groups[over], chunks[over], num_warps=4)
+            operands[number] = groups[~over], chunks[~over]
 
     def wait(self, mask: np.ndarray, max_pending: int) -> None:
         """See Queue. Restores the arrays of registers that no product in flight writes."""

@@ -27,8 +27,10 @@ from kernels.executor.counts import Counts, Tally
 from kernels.executor.global_memory import GlobalMemory, TensorWindow
 from kernels.executor.machine import MAX_THREADS, Batch, Kernel
 from kernels.executor.project import ops_of_this_project
+from kernels.executor.ptx import MAP
 from kernels.executor.targets import MULTIPROCESSORS, SHARED_BYTES, check_launch
 from kernels.executor.tensors import AddressBook, FreshMemory, window_of
+from kernels.executor.tma import TensorMap
 
 _FORMATS = {"i1": "?", "i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I"}
 _FORMATS |= {"i64": "q", "u64": "Q", "fp32": "f", "f32": "f", "fp64": "d"}
@@ -91,21 +93,29 @@ class Launch:
         self.shared_bytes, self.seed, self.dependent = shared_bytes, seed, dependent
         check_launch(self.kernel.program.target, grid, num_warps, shared_bytes)
         tensors = [
-            window_of(name, value, fresh.unwritten(value) if fresh else 0)
+            window_of(name, tensor, fresh.unwritten(tensor) if fresh else 0)
             for name, kind, value in arguments
-            if kind.startswith("*") and value is not None
+            if (tensor := value[0].base if kind == MAP else value if kind[0] == "*" else None)
+            is not None
         ]
         constants = [
             TensorWindow(name, array.ctypes.data, 1, array.shape, (1,), array.ctypes.data)
             for name, array in self.kernel.program.constants.items()
         ]
-        self.memory = GlobalMemory(tensors, [*tables, *constants], math.prod(grid))
+        self.memory = GlobalMemory(
+            tensors, [*tables, *constants], math.prod(grid), num_warps * self.kernel.partial
+        )
         self.parameters = {name: bytes(8) for name, _ in self.kernel.program.parameters}
         """Bytes of each parameter. Those that Triton appends are 0."""
+        self.maps: dict[int, TensorMap] = {}
+        """Tensor maps by the addresses of the parameters."""
         pointers = iter(self.memory.pointers)
-        for name, (_, kind, value) in zip(self.parameters, arguments, strict=False):
+        for name, (argument, kind, value) in zip(self.parameters, arguments, strict=False):
             if kind.startswith("*") and value is not None:
                 self.parameters[name] = struct.pack("<Q", next(pointers))
+            elif kind == MAP:
+                where = self.kernel.program.symbols[name]
+                self.maps[where] = TensorMap.of(argument, value[0], value[1], next(pointers))
             elif kind == "bf16":
                 bits = torch.tensor(value, dtype=torch.bfloat16).view(torch.int16)
                 self.parameters[name] = bits.numpy().tobytes()
@@ -186,21 +196,26 @@ class _Launcher:
     def __init__(self, source, metadata):
         self._arguments = [(str(name), kind) for name, kind in source.signature.items()]
         self._metadata = metadata
+        self._maps = getattr(metadata, "tensordesc_meta", None) or ()
 
     def __call__(self, x, y, z, _stream, function, _packed, _metadata, _enter, _exit, *values):
-        arguments = []
+        arguments, maps = [], iter(self._maps)
         for (name, kind), value in zip(self._arguments, values, strict=True):
-            arguments += _flattened(name, kind, value)
+            arguments += _flattened(name, kind, value, maps)
         if x and y and z:
             _SESSIONS[-1]._run(function, (x, y, z), self._metadata, arguments)
 
 
-def _flattened(name: str, kind, value) -> list[tuple]:
-    """(name, type, value) of an argument, or of each element of a tuple."""
+def _flattened(name: str, kind, value, maps: Iterator[dict]) -> list[tuple]:
+    """(name, type, value) of an argument, or of each element of a tuple. A tensor descriptor has a
+    map, sizes and strides. maps: see `TensorMap.of`."""
     if isinstance(kind, tuple):
         parts = zip(kind, value, strict=True)
-        elements = [_flattened(f"{name}[{n}]", *part) for n, part in enumerate(parts)]
+        elements = [_flattened(f"{name}[{n}]", *part, maps) for n, part in enumerate(parts)]
         return [one for element in elements for one in element]
+    if kind.startswith("tensordesc"):
+        numbers = [("i32", size) for size in value.shape] + [("i64", one) for one in value.strides]
+        return [(name, MAP, (value, next(maps))), *((name, *number) for number in numbers)]
     return [] if kind == "constexpr" else [(name, kind, value)]
 
 

@@ -7,11 +7,10 @@ after all others. With a seed, random warps of a group (warp groups, for wgmma) 
 and programs enter batches in random order. The result of a correct kernel does not depend on the
 order. Most faults are found in any order, because the checks look for missing barriers and waits.
 
-bar.sync (PTX ISA 9.7.13.1) holds threads until all threads of the program have reached it. A thread
-that has ended never reaches it.
 """
 
 import functools
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -20,6 +19,7 @@ import numpy as np
 from kernels.executor import (  # noqa: F401  (these enter their instructions in the table)
     accesses,
     arithmetic,
+    barriers,
     calls,
     conversions,
     matrix,
@@ -27,6 +27,7 @@ from kernels.executor import (  # noqa: F401  (these enter their instructions in
     warpgroup,
     warps,
 )
+from kernels.executor.barriers import Barriers, MBarrier, Meeting, first_clocks
 from kernels.executor.faults import Fault, FaultKind, UnknownInstruction
 from kernels.executor.in_flight import CopyQueue, MatrixQueue
 from kernels.executor.memory import CheckedMemory
@@ -73,6 +74,13 @@ class Kernel:
             for one in self.program.instructions
         )
         """Whether a program may wait for another one (a lock)."""
+        self.partial = any(
+            one.opcode.startswith("cp.async.bulk")
+            or one.opcode.startswith("mbarrier.arrive")
+            or (one.parts[0] in ("bar", "barrier") and one.operands not in ((), ("0",), ("0x0",)))
+            for one in self.program.instructions
+        )
+        """Whether barriers may hold part of a program's warps."""
 
 
 class Batch:
@@ -94,10 +102,16 @@ class Batch:
         self.programs, self.num_programs = programs, len(programs)
         self.num_threads = self.num_programs * self.threads_per_program
         self.memory = launch.memory
-        self.shared = SharedMemory(self.num_programs, launch.shared_bytes, self.threads_per_program)
+        self.clocks = first_clocks(self.num_programs, launch.num_warps)
+        sizes = launch.shared_bytes, self.threads_per_program
+        self.shared = SharedMemory(self.clocks, *sizes, partial=launch.kernel.partial)
         self.copies = CopyQueue(self)
         self.products = MatrixQueue(self)
-        self.mbarriers: dict[tuple[int, int], tcgen05.MBarrier] = {}
+        self.barriers = Barriers(self)
+        self.mbarriers: dict[tuple[int, int], MBarrier] = {}
+        self.columns: dict[tuple[int, int], int] = {}
+        self.ticks = itertools.count(1)
+        self.num_registers = np.full(self.num_threads, launch.kernel.program.max_registers)
         self.program_of_thread = np.repeat(np.array(programs, np.int32), self.threads_per_program)
         self.registers = [*launch.kernel.registers]
         self.alternates = dict(launch.kernel.alternates)
@@ -107,8 +121,6 @@ class Batch:
         self.special = self._special_registers(programs)
         self.running = np.ones(self.num_threads, np.bool_)
         self.early = np.full(self.num_threads, launch.dependent)
-        self._waiting = np.zeros(self.num_threads, np.bool_)
-        self._resume = np.zeros(self.num_threads, np.int64)
         self._groups: dict[int, np.ndarray] = {}  # threads that stand at an instruction
         self._yielded: dict[int, int] = {}  # when a group at this instruction has yielded
         self._num_yields = 0
@@ -143,7 +155,7 @@ class Batch:
     def local(self) -> SharedMemory:
         """Local memory of each thread, with the checks of shared memory."""
         local_bytes = self.launch.kernel.program.local_bytes
-        return SharedMemory(self.num_threads, local_bytes, 1, "local")
+        return SharedMemory(first_clocks(self.num_threads, 1), local_bytes, 1, "local")
 
     def memory_of(self, space: str) -> CheckedMemory:
         """Memory of a state space: "global", "shared" or "local"."""
@@ -224,9 +236,16 @@ class Batch:
                     thread = int(np.argmax(self.running))
                     detail = f"{MAX_INSTRUCTIONS} instructions and no end"
                     raise self.fault(FaultKind.ENDLESS, detail, thread)
-            if not self._waiting.any():
+            if self.barriers.idle:
                 return
-            self._open_barriers(at_end=True)
+            lost, detail = self.barriers.lost()
+            if lost.any():
+                thread = int(np.argmax(lost))
+                self.at = int(self.barriers.resume[thread]) - 1
+                raise self.fault(FaultKind.BARRIER, detail, thread)
+            self._open_barriers()
+            if not self._groups:  # only barrier.arrive reached the others
+                return
 
     def _next_group(self) -> tuple[int, np.ndarray, int]:
         """(instruction, threads, instructions to run at most) of the group whose turn it is."""
@@ -294,10 +313,11 @@ class Batch:
         """The next instruction of a group that stands before `at`, or None if it does not go on as
         a whole."""
         if signal.kind == "barrier":
-            return at if self._arrive(at, mask, signal.mask) else None
+            return at if self._arrive(at, mask, signal.mask, signal.target) else None
         here = self.every(mask)
         there = here if signal.mask is None else signal.mask
-        if signal.kind == "yield":
+        if signal.kind in ("yield", "again"):
+            at -= signal.kind == "again"
             self._num_yields += 1
             self._yielded[at] = self._num_yields
             self._join(at, here)
@@ -312,39 +332,25 @@ class Batch:
         self._join(at, here & ~there)
         return None
 
-    def _arrive(self, at: int, mask: np.ndarray | None, waiting: np.ndarray | None) -> bool:
-        """A group reaches a barrier. If predicated, only threads in `waiting` wait. Returns whether
+    def _arrive(self, at: int, mask, waiting: np.ndarray | None, meeting: Meeting) -> bool:
+        """A group reaches a barrier. If predicated, only threads in `waiting` do. Returns whether
         the whole group goes on at once."""
         self.whole_warps(waiting)
-        if mask is None and waiting is None and not self._waiting.any():
-            self.shared.epochs += 1
+        all_meet = meeting.size in (0, self.threads_per_program) and meeting.waits
+        if all_meet and mask is None and waiting is None and self.barriers.idle:
+            self.barriers.meet(self.running)
             return True
-        waiting = self.every(mask if waiting is None else waiting)
-        self._join(at, self.every(mask) & ~waiting)
-        self._waiting |= waiting
-        self._resume[waiting] = at
-        self._open_barriers()
+        here = self.every(mask)
+        waiting = here if waiting is None else waiting
+        self.barriers.add(waiting, at, meeting)
+        self._join(at, here & ~waiting if meeting.waits else here)
+        if self.launch.kernel.partial or self._rng is not None:
+            self._open_barriers()
         return False
 
-    def _open_barriers(self, at_end: bool = False) -> None:
-        """Release the programs whose threads all wait. at_end: no other thread can arrive.
-
-        Without a seed, programs wait until no group can run, and then continue together.
-        """
-        by_program = self._waiting.reshape(self.num_programs, -1)
-        complete = by_program.all(1)
-        if at_end and not complete.all():
-            lost = self._waiting & ~complete.repeat(self.threads_per_program)
-            if lost.any():
-                thread = int(np.argmax(lost))
-                missing = np.flatnonzero(~by_program[thread // self.threads_per_program])
-                self.at = int(self._resume[thread]) - 1
-                detail = f"{len(missing)} threads, the first of them {missing[0]}, ended without it"
-                raise self.fault(FaultKind.BARRIER, detail, thread)
-        if not complete.any() or (self._groups and not at_end and self._rng is None):
-            return
-        self.shared.epochs[complete] += 1
-        passing = np.repeat(complete, self.threads_per_program)
-        self._waiting &= ~passing
-        for at in np.unique(self._resume[passing]):
-            self._join(int(at), passing & (self._resume == at))
+    def _open_barriers(self) -> None:
+        """Let the threads of complete barriers go on. Without a seed, programs that always meet as
+        a whole wait until no group can run, and then continue together."""
+        passing = self.barriers.open()
+        for at in np.unique(self.barriers.resume[passing]):
+            self._join(int(at), passing & (self.barriers.resume == at))

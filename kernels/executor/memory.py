@@ -26,6 +26,8 @@ import numpy as np
 
 from kernels.executor.faults import Fault, FaultKind
 
+ASYNCHRONOUS = 32
+"""Columns of a clock for writes by asynchronous copies, one for each mbarrier that counts them."""
 WINDOW_BITS = 48  # real addresses of a process lie below
 MAX_DIMS = 8
 MAX_UNIT = 16
@@ -89,6 +91,7 @@ class Arrays(NamedTuple):
     num_arguments: int  # the windows behind them are of tables; -1: each program has its own window
     regions: np.ndarray
     records: np.ndarray
+    stamps: np.ndarray  # [records, warps]: epochs of reads; no columns if barriers hold all warps
     programs: np.ndarray
     clock: np.ndarray  # [1]: number of ordering atomic instructions
     report: np.ndarray  # code, thread, window, offset, other program or warp
@@ -98,7 +101,7 @@ class Threads(NamedTuple):
     """Threads of a batch."""
 
     programs: np.ndarray  # number in the grid, of each thread
-    epochs: np.ndarray  # of each program of the batch
+    clocks: np.ndarray  # see barriers.py
     per_program: int
     at: int  # the instruction; -1 in shared memory
 
@@ -199,7 +202,37 @@ def _bit(warp):
 
 
 @inlined
-def may_read(memory, record, program, warp, epoch, constant, instruction, product):
+def concurrent(clock, warp, other, epoch):
+    """Whether nothing orders what warp `other` (-1: several) did in `epoch` before `warp` now."""
+    if other >= 0:
+        return other != warp and clock[other] < epoch
+    before = True
+    for each in range(len(clock) - ASYNCHRONOUS):
+        before &= each == warp or clock[each] >= epoch
+    return not before
+
+
+@inlined
+def _recent_readers(memory, record, number, warp, clock):
+    """Bits of the warps whose reads nothing orders before `warp` now, and of its own epoch."""
+    if memory.stamps.shape[1] == 0:
+        return record.read_warps if record.read_epoch == clock[warp] else np.uint32(0)
+    recent = np.uint32(0)
+    for other in range(memory.stamps.shape[1]):
+        if memory.stamps[number, other] > clock[other] - (other == warp):
+            recent |= record.read_warps & _bit(other)
+    return recent
+
+
+@inlined
+def clock_of(threads, thread):
+    """(program + 1, warp, clock of the warp) of a thread."""
+    warp = thread % threads.per_program // 32
+    return threads.programs[thread] + 1, warp, threads.clocks[thread // threads.per_program, warp]
+
+
+@inlined
+def may_read(memory, record, number, program, warp, clock, constant, instruction, product):
     """Whether the warp may read the unit now, else a report. product: a product reads, and it need
     not wait for earlier products."""
     report = memory.report
@@ -215,17 +248,17 @@ def may_read(memory, record, program, warp, epoch, constant, instruction, produc
     elif record.writer != program:
         if not _ordered(memory, record.writer, record.write_time, program):
             report[0], report[4] = _RACE_WRITTEN, record.writer - 1
-    elif record.write_epoch == epoch and record.write_warp != warp:
-        same_load = (
-            instruction >= 0 and record.read_by == instruction and record.read_epoch == epoch
-        )
-        if not (same_load and record.read_warps & _bit(max(record.write_warp, 0))):
+    elif concurrent(clock, warp, record.write_warp, record.write_epoch):
+        readers = np.uint32(0)
+        if instruction >= 0 and record.read_by == instruction:
+            readers = _recent_readers(memory, record, number, warp, clock)
+        if not readers & _bit(max(record.write_warp, 0)):
             report[0], report[4] = _WARP_WRITTEN, record.write_warp
     return report[0] == 0
 
 
 @inlined
-def may_write(memory, record, program, warp, epoch, atomic, product):
+def may_write(memory, record, number, program, warp, clock, atomic, product):
     """Whether the warp may write the unit now, else a report. product: see `may_read`."""
     report = memory.report
     if record.copying:
@@ -241,16 +274,16 @@ def may_write(memory, record, program, warp, epoch, atomic, product):
     elif record.reader and record.reader != program:
         if not _ordered(memory, record.reader, record.read_time, program):
             report[0], report[4] = _RACE_READ, record.reader - 1
-    elif record.reader and record.read_epoch == epoch:
-        others, own = record.read_warps & ~_bit(warp), record.read_warps & _bit(warp)
-        if others and not (own and record.read_by >= 0):
+    elif record.reader:
+        readers = _recent_readers(memory, record, number, warp, clock)
+        if readers & ~_bit(warp) and not (readers & _bit(warp) and record.read_by >= 0):
             report[0], report[4] = _WARP_READ, -1
     if report[0] or record.writer == 0 or (atomic and record.atomic):
         return report[0] == 0
     if record.writer != program:
         if not _ordered(memory, record.writer, record.write_time, program):
             report[0], report[4] = _RACE_WRITTEN, record.writer - 1
-    elif record.write_epoch == epoch and record.write_warp != warp:
+    elif concurrent(clock, warp, record.write_warp, record.write_epoch):
         report[0], report[4] = _WARP_WRITTEN, record.write_warp
     return report[0] == 0
 
@@ -265,7 +298,7 @@ def units(memory, window, offset, size):
 
 
 @inlined
-def _is_written(memory, window, offset, size):
+def is_written(memory, window, offset, size):
     unwritten = memory.windows[window].unwritten
     if unwritten:
         for byte in range(size):
@@ -276,8 +309,12 @@ def _is_written(memory, window, offset, size):
 
 
 @inlined
-def _note_read(memory, record, program, warp, epoch, instruction):
-    if record.reader == program and record.read_epoch == epoch:
+def note_read(memory, record, number, program, warp, clock, instruction):
+    """Record a read by the warp. instruction: -1 if it is none that may be followed by a store."""
+    joins = record.reader == program and _recent_readers(memory, record, number, warp, clock) != 0
+    if memory.stamps.shape[1]:
+        memory.stamps[number, warp] = clock[warp]
+    if joins:
         record.read_warps |= _bit(warp)
         if record.read_by != instruction:
             record.read_by = -1
@@ -288,7 +325,7 @@ def _note_read(memory, record, program, warp, epoch, instruction):
     else:
         record.reader = program
     record.read_warps, record.read_by = _bit(warp), instruction
-    record.read_epoch = epoch
+    record.read_epoch = clock[warp]
 
 
 @compiled
@@ -298,15 +335,15 @@ def _load(memory, threads, addresses, mask, sizes, alignment, constant, copies, 
             continue
         size = sizes[thread] if len(sizes) > 1 else sizes[0]
         window, offset = place_of(memory, threads, addresses[thread], size, alignment, thread)
-        if window < 0 or not _is_written(memory, window, offset, size):
+        if window < 0 or not is_written(memory, window, offset, size):
             return
-        program, warp = threads.programs[thread] + 1, thread % threads.per_program // 32
-        epoch = threads.epochs[thread // threads.per_program]
+        at = threads.at
+        program, warp, clock = clock_of(threads, thread)
         for number in units(memory, window, offset, size):
             record = memory.records[number]
-            if not may_read(memory, record, program, warp, epoch, constant, threads.at, False):
+            if not may_read(memory, record, number, program, warp, clock, constant, at, False):
                 return
-            _note_read(memory, record, program, warp, epoch, threads.at)
+            note_read(memory, record, number, program, warp, clock, at)
             record.read_time = memory.clock[0]
             record.constant |= constant
             record.reading += copies
@@ -326,6 +363,47 @@ def _end_copies(memory, threads, addresses, mask, sizes, alignment):
             memory.records[number].reading -= 1
 
 
+@compiled
+def _take(memory, threads, chunks, _mask, readers, size, num_warps, fenced, noted, out, _begin):
+    for number in range(len(readers)):
+        thread = readers[number]
+        for chunk in range(chunks.shape[1]):
+            address = chunks[number, chunk]
+            window, offset = place_of(memory, threads, address, size, size, thread)
+            if window < 0 or not is_written(memory, window, offset, size):
+                return
+            for unit in units(memory, window, offset, size):
+                record = memory.records[unit]
+                for follower in range(num_warps):
+                    program, warp, clock = clock_of(threads, thread + 32 * follower)
+                    if not may_read(memory, record, unit, program, warp, clock, False, -1, True):
+                        return
+                    if noted:
+                        note_read(memory, record, unit, program, warp, clock, -1)
+                        record.read_time = memory.clock[0]
+                if fenced and record.unfenced:
+                    memory.report[0] = UNFENCED
+                    return
+                record.taking += 1
+            real = memory.windows[window].real + offset
+            for byte in range(size):
+                out[number, chunk, byte] = memory.space[real + byte]
+
+
+@compiled
+def _release(memory, threads, chunks, readers, size, num_warps):
+    for number in range(len(readers)):
+        thread = readers[number]
+        for address in chunks[number]:  # checked when the chunk was taken
+            window, offset = place_of(memory, threads, address, size, size, thread)
+            for unit in units(memory, window, offset, size):
+                record = memory.records[unit]
+                record.taking -= 1
+                for follower in range(num_warps):
+                    program, warp, clock = clock_of(threads, thread + 32 * follower)
+                    note_read(memory, record, unit, program, warp, clock, -1)
+
+
 @inlined
 def _same(memory, window, number, data, offset):
     """Whether a store of `data` would leave the record's unit as it is."""
@@ -338,12 +416,14 @@ def _same(memory, window, number, data, offset):
 
 
 @inlined
-def note_write(memory, record, program, warp, epoch, atomic):
+def note_write(memory, record, program, warp, clock, atomic):
     """Record a write by the warp."""
-    same_epoch = record.writer == program and record.write_epoch == epoch
-    several = atomic and record.atomic and same_epoch and record.write_warp != warp
-    record.writer, record.write_warp = program, -1 if several else warp
-    record.write_epoch, record.write_time = epoch, memory.clock[0]
+    several = atomic and record.atomic and record.writer == program
+    if several and concurrent(clock, warp, record.write_warp, record.write_epoch):
+        record.write_warp, record.write_epoch = -1, max(record.write_epoch, clock[warp])
+    else:
+        record.write_warp, record.write_epoch = warp, clock[warp]
+    record.writer, record.write_time = program, memory.clock[0]
     record.atomic, record.unfenced = atomic, True
 
 
@@ -364,11 +444,10 @@ def _store(memory, threads, addresses, mask, data, alignment, later, begin):
         window, offset = place_of(memory, threads, addresses[thread], size, alignment, thread)
         if window < 0:
             return
-        program, warp = threads.programs[thread] + 1, thread % threads.per_program // 32
-        epoch = threads.epochs[thread // threads.per_program]
+        program, warp, clock = clock_of(threads, thread)
         for number in units(memory, window, offset, size):
             record = memory.records[number]
-            if not may_write(memory, record, program, warp, epoch, False, False):
+            if not may_write(memory, record, number, program, warp, clock, False, False):
                 raced = memory.report[0] == _WARP_WRITTEN and not record.atomic
                 if later or not raced or not _same(memory, window, number, data[thread], offset):
                     return
@@ -376,7 +455,7 @@ def _store(memory, threads, addresses, mask, data, alignment, later, begin):
             if later:
                 record.copying, record.write_warp = True, warp
             else:
-                note_write(memory, record, program, warp, epoch, False)
+                note_write(memory, record, program, warp, clock, False)
         if later:
             continue
         _mark_written(memory, window, offset, size)
@@ -392,18 +471,17 @@ def _begin_atomics(memory, threads, addresses, mask, size, release, acquire, pla
         if not mask[thread]:
             continue
         window, offset = place_of(memory, threads, addresses[thread], size, size, thread)
-        if window < 0 or not _is_written(memory, window, offset, size):
+        if window < 0 or not is_written(memory, window, offset, size):
             return
-        program, warp = threads.programs[thread] + 1, thread % threads.per_program // 32
-        epoch = threads.epochs[thread // threads.per_program]
+        program, warp, clock = clock_of(threads, thread)
         for number in units(memory, window, offset, size):
             record = memory.records[number]
             if memory.num_arguments < 0 and record.writer == 0:
                 memory.report[0] = _UNWRITTEN
                 return
-            if not may_write(memory, record, program, warp, epoch, True, False):
+            if not may_write(memory, record, number, program, warp, clock, True, False):
                 return
-            note_write(memory, record, program, warp, epoch, True)
+            note_write(memory, record, program, warp, clock, True)
         _mark_written(memory, window, offset, size)
         places[thread] = memory.windows[window].real + offset
         memory.clock[0] += release or acquire
@@ -413,6 +491,13 @@ def _begin_atomics(memory, threads, addresses, mask, size, release, acquire, pla
             memory.programs[program - 1].acquired = memory.clock[0]
 
 
+def _zeros(count: int, dtype) -> np.ndarray:
+    """Zeros, of which the operating system allocates only the pages that are touched."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    pages = mmap.mmap(-1, max(count, 1) * np.dtype(dtype).itemsize, flags=flags)
+    return np.frombuffer(pages, dtype)
+
+
 class CheckedMemory:
     """Windows of memory, with a record of each unit. Accesses raise Fault.
 
@@ -420,19 +505,21 @@ class CheckedMemory:
         windows, regions, num_bytes: where memory and records are; bytes of all regions.
         num_arguments: see Arrays.
         num_programs: of the grid, 0 if programs share nothing.
+        num_warps: of a program whose barriers may hold part of its warps, else 0.
     """
 
     race: FaultKind
 
-    def __init__(self, windows, regions, num_bytes: int, num_arguments: int, num_programs: int):
-        # Zeros, of which the operating system allocates only the pages that are touched.
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
-        pages = mmap.mmap(-1, max(num_bytes, 1) * _RECORD.itemsize, flags=flags)
-        records, programs = np.frombuffer(pages, _RECORD), np.zeros(num_programs, _PROGRAM)
+    def __init__(
+        self, windows, regions, num_bytes: int, num_arguments: int, num_programs: int, num_warps=0
+    ):
+        records, programs = _zeros(num_bytes, _RECORD), np.zeros(num_programs, _PROGRAM)
+        stamps = _zeros(num_bytes * num_warps, np.int32)[: num_bytes * num_warps]
         clock, report = np.zeros(1, np.int64), np.zeros(5, np.int64)
         self.arrays = Arrays(
-            SPACE, windows, num_arguments, regions, records, programs, clock, report
-        )
+            SPACE, windows, num_arguments, regions, records, stamps.reshape(num_bytes, num_warps),
+            programs, clock, report,
+        )  # fmt: skip
 
     def threads(self, batch) -> Threads:
         """The threads of a batch."""
@@ -446,9 +533,10 @@ class CheckedMemory:
         """(tensor, where it is, span of the window, address) of a byte."""
         raise NotImplementedError
 
-    def records(self, number: int) -> np.ndarray:
-        """Records of a region in use."""
+    def records(self, number: int, stamps: bool = False) -> np.ndarray:
+        """Records (or stamps) of a region in use."""
         regions, records = self.arrays.regions, self.arrays.records
+        records = self.arrays.stamps if stamps else records
         start, unit = regions[number]
         end = regions[number + 1]["start"] if number + 1 < len(regions) else len(records)
         return records[start : start + (end - start) // unit]
@@ -462,11 +550,12 @@ class CheckedMemory:
         while memory.report[0] == _FINER:
             number, begin = memory.windows[memory.report[2]]["region"], memory.report[1]
             region, memory.report[0] = memory.regions[number], 0
-            before = self.records(number).copy() if region["unit"] else None
+            kinds = (False, True) if region["unit"] else ()
+            before = [self.records(number, stamps).copy() for stamps in kinds]
             finer = region["unit"] // min(size, MAX_UNIT)
             region["unit"] = min(size, MAX_UNIT)
-            if before is not None:
-                self.records(number)[:] = np.repeat(before, finer)
+            for stamps, held in zip(kinds, before, strict=True):
+                self.records(number, stamps)[:] = np.repeat(held, finer, axis=0)
             compiled(memory, threads, *arguments, begin)
         code, thread, window, offset, other = map(int, memory.report)
         if code:
@@ -478,6 +567,8 @@ class CheckedMemory:
         program = "others" if other < 0 else f"program {batch.launch.coordinates(other)}"
         warp = "another warp" if other < 0 else f"warp {other}"
         race, since = self.race, "since the last barrier"
+        if other >= batch.threads_per_program // 32:
+            warp, since = "an asynchronous copy", "and the warp has not waited for its mbarrier"
         kind, detail = {
             _OUTSIDE: (FaultKind.OUT_OF_BOUNDS, f"it spans {span} bytes"),
             _HOLE: (FaultKind.OUT_OF_BOUNDS, "between the rows of a strided view"),
@@ -522,6 +613,25 @@ class CheckedMemory:
         done = "overwritten by an asynchronous copy" if later else "written"
         self.run(batch, _store, size, done, addresses, mask, data, alignment or size, later)
         self.tally(batch, addresses, mask, np.array([size], np.int64), "written")
+
+    def take(
+        self, batch, threads: np.ndarray, chunks: np.ndarray, *, size: int = MAX_UNIT,
+        num_warps: int = 1, fenced: bool = True, noted: bool = False, by: str = "a product",
+    ) -> np.ndarray:  # fmt: skip
+        """Bytes [n, chunks, size] at the addresses `chunks` (uint64, [n, chunks]) of n threads. An
+        asynchronous operation of a thread's warp and of the next ones, num_warps in all, reads them
+        until `end_take`. fenced: through the async proxy. noted: record the read now."""
+        out = np.empty((*chunks.shape, size), np.uint8)
+        mask = np.zeros(batch.num_threads, np.bool_)
+        mask[threads] = True
+        arguments = chunks, mask, threads, size, num_warps, fenced, noted, out
+        self.run(batch, _take, size, f"read by {by}", *arguments)
+        return out
+
+    def end_take(self, batch, threads, chunks, size: int = MAX_UNIT, num_warps: int = 0) -> None:
+        """What `take` began has ended. num_warps: before a barrier, only these warps of each thread
+        know it."""
+        _release(self.arrays, self.threads(batch), chunks, threads, size, num_warps)
 
     def atomic(
         self, batch, addresses, mask, dtype, *, release: bool, acquire: bool

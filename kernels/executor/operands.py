@@ -34,12 +34,12 @@ Step = Callable[["Batch", np.ndarray | None], object]
 
 
 class Signal(NamedTuple):
-    """A change of control flow: threads branch to a label, exit, wait at a barrier for all threads
-    of their program, or yield to other threads."""
+    """A change of control flow: threads branch to a label, exit, reach a barrier (a `Meeting`), or
+    yield to other threads before they go on or repeat the instruction."""
 
-    kind: str  # "branch", "exit", "barrier" or "yield"
+    kind: str  # "branch", "exit", "barrier", "yield" or "again"
     mask: np.ndarray | None  # None: all active threads
-    target: str = ""
+    target: Any = ""
 
 
 UNSIGNED = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}

@@ -78,10 +78,16 @@ class Program:
     """Bytes of the module's constants."""
     local_bytes: int = 0
     """Local memory of a thread."""
+    max_registers: int = 0
+    """.maxnreg, 0 if there is none."""
 
 
 LOCAL_ORIGIN = 1 << 16
 """Where local memory begins: above 0, because addresses are subtracted from."""
+PARAMETER_ORIGIN = 1 << 15
+"""Where the parameters lie that are tensor maps."""
+MAP = "b1024"
+"""Type of such a parameter."""
 _TOKEN = re.compile(
     r"""\s*(?:
         \.loc\s+(?P<file>\d+)\s+(?P<line>\d+)\s+(?P<column>\d+)[^\n/]*(?://[ ]*(?P<where>[^\n]*))?
@@ -137,7 +143,10 @@ class _Reader:
         if text[0] == "{":
             return tuple(self.operand(part) for part in text[1:-1].split(","))
         if text[0] == "[":
-            base, _, added = text[1:-1].partition("+")
+            base, comma, coordinates = text[1:-1].partition(",")
+            if comma:  # of a tensor map
+                return self.operand(f"[{base}]"), self.operand(coordinates)
+            base, _, added = base.partition("+")
             base, offset = base.strip(), int(added.strip() or "0", 0)
             if re.fullmatch(r"-?(0x)?[\da-fA-F]+", base):
                 return Address(None, int(base, 0) + offset)
@@ -238,6 +247,11 @@ def parse(ptx: str) -> Program:
         constants=constants,
     )
     program.widths.append(program.carry.width)
+    for number, (name, kind) in enumerate(program.parameters):
+        if kind == MAP:
+            program.symbols[name] = PARAMETER_ORIGIN + 128 * number
+    header = ptx[entry.end() : ptx.index("{", entry.end())]
+    program.max_registers = int(*re.findall(r"\.maxnreg\s+(\d+)", header) or ["0"])
     reader = _Reader(program)
     reader.read(ptx[ptx.index("{", entry.end()) + 1 :])
     reader.statement("ret")  # for a kernel that ends without one

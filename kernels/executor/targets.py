@@ -23,6 +23,7 @@ _INTRODUCED = {
     r"|mma.*s8|prefetch|createpolicy",
     89: r"(cvt|mma).*e[45]m[23]",
     90: r"elect|stmatrix|fence\.proxy|griddepcontrol|wgmma|mbarrier\.try_wait|setp.*bf16"
+    r"|mbarrier.*expect_tx|cp\.async\.bulk|setmaxnreg"
     r"|(add|sub|mul)\.(\w+\.)*bf16|cvt\.(rn\.)?bf16\.(f16|[su]\d+)|(atom|red).*(bf16|\.v\d)",
     100: r"tcgen05|.*f32x2|(add|sub|fma)\.(\w+\.)*f32\.b?f16|ld.*\.v8|st.*\.v8|redux.*f32",
 }

@@ -14,25 +14,19 @@ The instruction descriptor (9.7.16.4) has these fields:
 
 tcgen05.ld and tcgen05.st move register i of thread t of a warp from or to lane t, column i
 (32x32b), or lane t % 16, column i + t / 16 * offset (16x32bx2).
-
-mbarriers in shared memory count arrivals (9.7.13.15). A phase completes when its pending count
-reaches zero; then the next phase begins. mbarrier.init sets the count. tcgen05.commit is the only
-supported arrival. Its products may take any time, so it arrives when a thread tests the phase for
-the second time. bar.sync must separate mbarrier.init from uses by other threads, and these uses
-from mbarrier.inval.
 """
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from kernels.executor.accesses import registers_in
+from kernels.executor.barriers import find, touch
 from kernels.executor.faults import FaultKind
 from kernels.executor.formats import decode
 from kernels.executor.memory import MAX_UNIT
-from kernels.executor.operands import Signal, Step, Translation, Unsupported, instruction
+from kernels.executor.operands import Step, Translation, Unsupported, instruction
 from kernels.executor.ptx import Address
 from kernels.executor.tensor_memory import LANES, Product
 from kernels.executor.warpgroup import fetch_operands, operand_chunks
@@ -133,7 +127,7 @@ def _commit(translation: Translation) -> Step:
         touch(batch, addresses, active)
         for thread in map(int, np.flatnonzero(active)):
             products = [one for one in batch.tensor_memory.products if one.thread == thread]
-            find(batch, int(addresses[thread]), thread).arrivals.append(products)
+            find(batch, int(addresses[thread]), thread).arrivals.append((None, products))
 
     return commit
 
@@ -188,7 +182,7 @@ def _multiply(
     if a_in_tensor:
         chunks = strips(a, _K // 2)[..., None] + np.array([0, MAX_UNIT], np.uint64)
         operands.append((memory, chunks.reshape(len(threads), -1)))
-        data = memory.take_operands(batch, threads, operands[0][1])
+        data = memory.take(batch, threads, operands[0][1], fenced=False)
         left = decode(data, a_kind).reshape(-1, m, _K).astype(np.float64)
     else:
         left = fetch(a, m, form >> 15 & 1, a_kind)
@@ -214,115 +208,3 @@ _FORMS: dict[str, Callable[..., Step]] = {
     r"tcgen05\.mma\.cta_group::1\.kind::f16": _mma,
     r"tcgen05\.commit\.cta_group::1\.mbarrier::arrive::one(?:\.shared::cluster)?\.b64": _commit,
 }
-
-
-_BYTES = 8
-_MAX_FAILED_TESTS = 500
-"""Maximum number of successive failed tests. By then every warp has had several turns."""
-
-
-@dataclass
-class MBarrier:
-    """One mbarrier in the shared memory of a program."""
-
-    expected: int
-    """Number of arrivals that completes a phase."""
-    parity: int = 0
-    """Parity of the current phase."""
-    arrivals: list[list[Product]] = field(default_factory=list)
-    """For each arrival since the last completed phase, the products that must complete first."""
-    tested: bool = False
-    """A thread has tested the phase while only products were pending."""
-
-    def ended(self, phase: int, completed: list[Product]) -> bool:
-        """Whether the phase with this parity has completed, which completes products. The first
-        test while only products are pending returns False, to catch a thread that tests once
-        without a loop."""
-        if self.parity == phase and len(self.arrivals) >= self.expected:
-            if self.tested:
-                for products in self.arrivals[: self.expected]:
-                    completed += products
-                del self.arrivals[: self.expected]
-                self.parity = 1 - self.parity
-            self.tested = not self.tested
-        return self.parity != phase
-
-
-def touch(batch, addresses: np.ndarray, mask: np.ndarray) -> None:
-    """Check that the masked threads may use mbarriers at these addresses. Raises Fault if another
-    warp has initialised one since the last barrier."""
-    batch.shared.load(batch, addresses, mask, _BYTES)
-
-
-def find(batch, address: int, thread: int) -> MBarrier:
-    """The mbarrier at this address of the thread's program. Raises Fault if there is none."""
-    found = batch.mbarriers.get((thread // batch.threads_per_program, address))
-    if found is None:
-        detail = f"no mbarrier at {address:#x} of shared memory"
-        raise batch.fault(FaultKind.BARRIER, detail, thread, address=address)
-    return found
-
-
-@instruction("mbarrier")
-def _mbarrier(translation: Translation) -> Step:
-    opcode = translation.instruction.opcode.replace("shared::cta", "shared")
-    if opcode == "mbarrier.try_wait.parity.shared.b64":
-        return _try_wait(translation)
-    if opcode not in ("mbarrier.init.shared.b64", "mbarrier.inval.shared.b64"):
-        raise Unsupported("this form of mbarrier is not supported")
-    return _init_or_inval(translation)
-
-
-def _init_or_inval(translation: Translation) -> Step:
-    """Make an mbarrier that expects a count of arrivals, or (inval, no count) remove it."""
-    barrier, *count = translation.operands
-    address, reads = translation.address(barrier), [translation.read(one, "u32") for one in count]
-
-    def step(batch, mask):
-        mask, addresses = batch.every(mask), address(batch)
-        batch.shared.store(batch, addresses, mask, np.zeros((len(mask), _BYTES), np.uint8))
-        counts = [batch.full(read(batch)) for read in reads]
-        for thread in map(int, np.flatnonzero(mask)):
-            key = thread // batch.threads_per_program, int(addresses[thread])
-            if counts:
-                batch.mbarriers[key] = MBarrier(int(counts[0][thread]))
-            else:
-                find(batch, key[1], thread)
-                del batch.mbarriers[key]
-
-    return step
-
-
-def _try_wait(translation: Translation) -> Step:
-    """Test whether the phase with this parity has completed, without blocking. A thread whose test
-    fails yields its turn."""
-    target, barrier, parity = translation.operands
-    write, address = translation.write(target, "pred"), translation.address(barrier)
-    read = translation.read(parity, "u32")
-
-    def try_wait(batch, mask):
-        active, addresses, parities = batch.every(mask), address(batch), batch.full(read(batch))
-        touch(batch, addresses, active)
-        ended, completed = np.zeros(batch.num_threads, np.bool_), []
-        threads = np.flatnonzero(active)
-        tests = np.stack(
-            [threads // batch.threads_per_program, addresses[threads], parities[threads]], 1
-        )
-        tests, first, of_test = np.unique(
-            tests.astype(np.int64), axis=0, return_index=True, return_inverse=True
-        )
-        results = [
-            find(batch, at, int(thread)).ended(phase, completed)
-            for (_, at, phase), thread in zip(tests.tolist(), threads[first], strict=True)
-        ]
-        ended[threads] = np.array(results)[of_test]
-        batch.tensor_memory.complete(completed)
-        write(batch, mask, ended)
-        failed = np.flatnonzero(active & ~ended)
-        batch.failed_tests = 0 if ended.any() else batch.failed_tests + 1
-        if batch.failed_tests > _MAX_FAILED_TESTS:
-            thread, detail = int(failed[0]), "every warp waits, and no thread can arrive"
-            raise batch.fault(FaultKind.ENDLESS, detail, thread, address=int(addresses[thread]))
-        return Signal("yield", None) if len(failed) else None
-
-    return try_wait

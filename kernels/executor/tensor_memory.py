@@ -20,7 +20,7 @@ import numpy as np
 
 from kernels.executor.faults import FaultKind
 from kernels.executor.in_flight import InFlight, Queue
-from kernels.executor.memory import compiled, may_write, place_of, units
+from kernels.executor.memory import clock_of, compiled, may_write, place_of, units
 from kernels.executor.shared_memory import SharedMemory
 
 LANES, COLUMNS = 128, 512
@@ -33,15 +33,14 @@ def _claim(memory, threads, strips, size, claimers, product, _begin):
     """Check that threads may write their strips; a product writes until `_end_products`."""
     for number in range(len(claimers)):
         thread = claimers[number]
-        program, warp = threads.programs[thread] + 1, thread % threads.per_program // 32
-        epoch = threads.epochs[thread // threads.per_program]
+        program, warp, clock = clock_of(threads, thread)
         for strip in strips[number]:
             window, offset = place_of(memory, threads, strip, size, _BYTES, thread)
             if window < 0:
                 return
             for unit in units(memory, window, offset, size):
                 record = memory.records[unit]
-                if not may_write(memory, record, program, warp, epoch, False, product):
+                if not may_write(memory, record, unit, program, warp, clock, False, product):
                     return
                 record.producing += product
 
@@ -91,8 +90,8 @@ class TensorMemory(SharedMemory):
 
     def __init__(self, batch):
         capacity, threads = LANES * COLUMNS * _BYTES, batch.threads_per_program
-        super().__init__(batch.num_programs, capacity, threads, "tensor")
-        self._batch, self.epochs = batch, batch.shared.epochs
+        super().__init__(batch.clocks, capacity, threads, "tensor", batch.launch.kernel.partial)
+        self._batch = batch
         self._data.view(np.uint32)[:] = _NOTHING
         self.numbers = self._data.view(np.float32).reshape(-1, LANES, COLUMNS)
         self._allocated = np.zeros((batch.num_programs, COLUMNS), np.bool_)
@@ -164,10 +163,9 @@ class TensorMemory(SharedMemory):
         strips = np.concatenate([one.written for one in ending])
         sizes = np.repeat([one.size for one in ending], counts)
         _end_products(self.arrays, programs.repeat(counts), strips, sizes)
-        for one, program in zip(ending, programs, strict=True):
+        for one in ending:
             for memory, chunks in one.taken:
-                windows = np.full(len(chunks), program)
-                memory.release_operands(windows, chunks[:, None], until_barrier=False)
+                memory.end_take(self._batch, np.array([one.thread]), chunks[None])
 
     # -- columns
 

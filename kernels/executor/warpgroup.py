@@ -66,11 +66,11 @@ def operand_chunks(descriptor: int, rows: int, itemsize: int, transposed: bool) 
     return address.astype(np.uint64)
 
 
-def fetch_operands(batch, threads: np.ndarray, chunks: np.ndarray, kind: str, transposed: bool):
-    """Read a [rows, k] matrix of type `kind` as f32 for each thread. chunks: of each thread, from
-    `operand_chunks`."""
+def fetch_operands(batch, threads, chunks, kind: str, transposed: bool, num_warps: int = 1):
+    """Read a [rows, k] matrix of type `kind` as f32 for each thread, by a product of `num_warps`
+    warps from its own on. chunks: of each thread, from `operand_chunks`."""
     count, rows, _ = chunks.shape
-    data = batch.shared.take_operands(batch, threads, chunks.reshape(count, -1))
+    data = batch.shared.take(batch, threads, chunks.reshape(count, -1), num_warps=num_warps)
     values = decode(data, kind).reshape(count, rows, -1)
     return values.transpose(0, 2, 1) if transposed else values
 
@@ -149,7 +149,7 @@ def _multiply(translation: Translation) -> Step:
 
 
 def _fetch(batch, descriptors, kind: str, rows: int, transposed: bool, groups: np.ndarray):
-    """([rows, k] matrices of warp groups as f32, (programs, chunks) that they occupy)."""
+    """([rows, k] matrices of warp groups as f32, (groups, chunks) that they occupy)."""
     by_group = descriptors.reshape(-1, 128)[groups]
     differ = (by_group != by_group[:, :1]).any(1)
     if differ.any():
@@ -157,8 +157,8 @@ def _fetch(batch, descriptors, kind: str, rows: int, transposed: bool, groups: n
         raise batch.fault(FaultKind.DIVERGENCE, detail, 128 * int(groups[np.argmax(differ)]))
     layout = rows, BITS[kind] // 8, transposed
     chunks = np.stack([operand_chunks(int(one), *layout) for one in by_group[:, 0]])
-    matrices = fetch_operands(batch, 128 * groups, chunks, kind, transposed)
-    return matrices, (128 * groups // batch.threads_per_program, chunks.reshape(len(groups), -1))
+    matrices = fetch_operands(batch, 128 * groups, chunks, kind, transposed, 4)
+    return matrices, (groups, chunks.reshape(len(groups), -1))
 
 
 @instruction("fence", "membar")
@@ -166,6 +166,8 @@ def _fence(translation: Translation) -> Step:
     """fence.proxy.async: later accesses by the async proxy see earlier writes of these threads
     (9.7.13.4)."""
     opcode = translation.instruction.opcode
+    if opcode == "fence.mbarrier_init.release.cluster":  # mbarriers have no proxies here
+        return lambda batch, mask: None
     if opcode not in ("fence.proxy.async", "fence.proxy.async.shared::cta"):
         raise Unsupported("fences of this kind are not supported")
 

@@ -1,4 +1,4 @@
-"""Control flow, barriers and exchanges within a warp (PTX ISA 9.7.9.6, 9.7.12, 9.7.13)."""
+"""Control flow and exchanges within a warp (PTX ISA 9.7.9.6, 9.7.12, 9.7.13)."""
 
 import operator
 
@@ -26,21 +26,6 @@ def _ret(translation: Translation) -> Step:
 @instruction("trap")
 def _trap(translation: Translation) -> Step:
     return lambda batch, mask: batch.refuse(batch.every(mask), FaultKind.TRAP, "reached")
-
-
-_BARRIERS = ("bar.sync", "barrier.sync", "barrier.sync.aligned", "barrier.cta.sync.aligned")
-
-
-@instruction("bar", "barrier")
-def _bar(translation: Translation) -> Step:
-    opcode, operands = translation.instruction.opcode, translation.operands
-    if opcode == "bar.warp.sync":
-        return lambda batch, mask: batch.whole_warps(mask)
-    if opcode not in _BARRIERS:
-        raise Unsupported("this form of barrier is not supported")
-    if operands != ("0",) and operands != ("0x0",):
-        raise Unsupported("only barrier 0 of all threads is supported")
-    return lambda batch, mask: Signal("barrier", mask)
 
 
 @instruction("griddepcontrol")

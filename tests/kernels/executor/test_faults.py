@@ -372,7 +372,7 @@ class TestControlFlow:
         ("atom.shared::cluster.add.u32 %r1, [%r0], 1;", ".shared::cluster is not supported"),
         ("add.sat.s32 %r1, %r0, 1;", ".sat is not supported"),
         ("mov.u32 %r1, %clock;", "special register %clock"),
-        ("bar.sync 1, 64;", "only barrier 0"),
+        ("bar.sync %r1, 64;", "barriers with operands in registers"),
         ("cvt.rn.f16.s64 %r1, %d0;", "cvt.rn.f16.s64"),
         ("wgmma.fence.sync.aligned;", "only sm_90a has it, but .target is sm_100a"),
     ],
