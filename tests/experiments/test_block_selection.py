@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import torch
 
+import kernels
 from experiments import block_selection
 from experiments.block_selection import RULES, BlockSelection, Selecting
 
@@ -37,6 +38,20 @@ def test_each_query_reads_its_share_and_the_last_block(rule):
     full = scores.softmax(-1) * (out[3] > 0)
     assert torch.allclose(mass[:, 3], full.sum(-1), atol=1e-6)
     assert torch.allclose(out[3], full / full.sum(-1, keepdim=True), atol=1e-6)
+
+
+def test_the_kernels_compute_the_same():
+    size, num_tokens, num_blocks = 8, 77, 10
+    q, k, v = torch.randn(1, 6, 32), *torch.randn(2, num_blocks * size, 2, 32)
+    caches = [x.unflatten(0, (num_blocks, size)).contiguous() for x in (k, v)]
+    bounds = torch.empty(num_blocks, 2, 2, 32)
+    kernels.update_block_bounds(caches[0], bounds, torch.arange(num_tokens))
+    table = torch.arange(num_blocks, dtype=torch.int32)[None]
+    lens = torch.tensor([num_tokens], dtype=torch.int32)
+    selected = kernels.select_blocks(q, bounds, table, lens, 3, size)
+    out = kernels.paged_decode_attention(q, *caches, *selected, scale=0.2)
+    expected, _ = Selecting(size, 0.3, "bounds").attention(q, k[:77], v[:77], 0.2)
+    assert torch.allclose(out, expected, atol=1e-5)
 
 
 def test_a_window_past_the_text_is_refused():
