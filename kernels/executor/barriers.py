@@ -16,8 +16,9 @@ such a phase completes when a thread tests it for the second time. bar.sync must
 mbarrier.init from uses by other threads, and these uses from mbarrier.inval.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from kernels.executor.faults import FaultKind
 from kernels.executor.memory import ASYNCHRONOUS
 from kernels.executor.operands import Signal, Step, Translation, Unsupported, instruction
 
-_BYTES = 8
+_BYTES, _NUM_BARRIERS = 8, 16
 _MAX_FAILED_TESTS = 500
 """Maximum number of successive failed tests. By then every warp has had several turns."""
 
@@ -37,113 +38,77 @@ def first_clocks(num_programs: int, num_warps: int) -> np.ndarray:
     return clocks
 
 
-class Meeting(NamedTuple):
-    """A use of a barrier. size: threads, 0 for all of the program. waits: not barrier.arrive."""
-
-    barrier: int
-    size: int
-    waits: bool
-
-
-@dataclass
-class _Forming:
-    """One barrier of each program of a batch."""
-
-    counts: np.ndarray  # threads that it needs; 0: no thread has reached it
-    totals: np.ndarray  # threads that have reached it
-    heard: np.ndarray  # clocks of the warps that arrived without waiting
-
-
 class Barriers:
     """The barriers of the programs of a batch."""
 
     def __init__(self, batch):
-        self._batch = batch
-        self._at = np.full(batch.num_threads, -1)  # the barrier that holds the thread
+        self._batch, (programs, _, columns) = batch, batch.clocks.shape
+        self._programs = np.repeat(np.arange(programs), batch.threads_per_program)
+        self._at = np.full(batch.num_threads, -1)  # the barrier that holds each thread
         self.resume = np.zeros(batch.num_threads, np.int64)
-        """Where each waiting thread goes on."""
-        self._forming: dict[int, _Forming] = {}
+        """Where each of these threads goes on."""
+        self._counts = np.zeros((programs, _NUM_BARRIERS), np.int64)  # threads needed; 0: none came
+        self._totals = np.zeros((programs, _NUM_BARRIERS), np.int64)  # threads that came
+        self._heard = np.zeros((programs, _NUM_BARRIERS, columns), np.int32)  # by barrier.arrive
 
     @property
     def idle(self) -> bool:
         """Whether no barrier has been reached by a part of its threads."""
-        return not self._forming
+        return not self._counts.any()
 
-    def add(self, mask: np.ndarray, at: int, meeting: Meeting) -> None:
+    def add(self, mask: np.ndarray, at: int, barrier: int, count: int, waits: bool) -> None:
         """Masked threads reach a barrier; those that wait go on at the instruction `at`."""
-        batch, arrivals = self._batch, mask.reshape(self._batch.num_programs, -1).sum(1)
-        zeros = np.zeros(batch.num_programs, np.int64), np.zeros(batch.num_programs, np.int64)
-        heard = np.zeros_like(batch.clocks[:, 0])
-        forming = self._forming.setdefault(meeting.barrier, _Forming(*zeros, heard))
-        here, count = arrivals > 0, meeting.size or batch.threads_per_program
-        other = here & (forming.counts != 0) & (forming.counts != count)
-        over = here & ~other & (forming.totals + arrivals > count)
-        for wrong, what in ((other, "other threads gave another count"), (over, "more came")):
-            detail = f"barrier {meeting.barrier} for {count} threads: {what}"
-            batch.refuse(mask & wrong.repeat(len(mask) // len(here)), FaultKind.BARRIER, detail)
-        forming.counts[here] = count
-        forming.totals += arrivals
-        if meeting.waits:
-            self._at[mask] = meeting.barrier
-            self.resume[mask] = at
+        by_warp: Any = mask.reshape(len(self._counts), -1, 32)
+        counts, totals = self._counts[:, barrier], self._totals[:, barrier]
+        arrivals = by_warp.sum((1, 2))
+        wrong = (counts != count) & (counts != 0) | (totals + arrivals > count)
+        threads = mask & wrong.repeat(len(mask) // len(wrong))
+        detail = f"barrier {barrier}: others gave another count than {count}, or more came"
+        self._batch.refuse(threads, FaultKind.BARRIER, detail)
+        counts[arrivals > 0] = count
+        totals += arrivals
+        if waits:
+            self._at[mask], self.resume[mask] = barrier, at
             return
-        for program, warp in np.argwhere(mask.reshape(len(here), -1, 32).any(2)):
-            np.maximum(forming.heard[program], batch.clocks[program, warp],
-                       out=forming.heard[program])  # fmt: skip
-            batch.clocks[program, warp, warp] += 1
+        clocks = self._batch.clocks
+        for program, warp in np.argwhere(by_warp.any(2)):
+            heard = self._heard[program, barrier]
+            heard[:] = np.maximum(heard, clocks[program, warp])
+            clocks[program, warp, warp] += 1
 
-    def lost(self) -> tuple[np.ndarray, str]:
-        """(threads that wait at incomplete barriers, words about the first), when all others have
-        ended or wait."""
-        lost, per_program = np.zeros(len(self._at), np.bool_), self._batch.threads_per_program
-        for barrier, forming in self._forming.items():
-            lost |= (self._at == barrier) & (forming.totals < forming.counts).repeat(per_program)
-        if not lost.any():
-            return lost, ""
-        first = int(np.argmax(lost))
-        barrier, program = int(self._at[first]), first // per_program
-        forming = self._forming[barrier]
-        total, count = forming.totals[program], forming.counts[program]
-        return lost, f"{total} of {count} threads have reached barrier {barrier}"
+    def check_end(self) -> None:
+        """Raise Fault if a thread waits for others, when all have ended or wait."""
+        missing = (self._totals < self._counts)[self._programs, self._at] & (self._at >= 0)
+        if missing.any():
+            thread = int(np.argmax(missing))
+            program = self._programs[thread]
+            total, count = self._totals[program], self._counts[program]
+            reached = [f"{total[i]} of {count[i]} reach barrier {i}" for i in np.flatnonzero(count)]
+            self._batch.at = int(self.resume[thread]) - 1
+            raise self._batch.fault(FaultKind.BARRIER, "; ".join(reached), thread)
 
     def open(self) -> np.ndarray:
         """Open the complete barriers. Returns the threads that go on."""
-        batch, passing = self._batch, np.zeros(len(self._at), np.bool_)
-        for barrier, forming in [*self._forming.items()]:
-            complete = (forming.counts > 0) & (forming.totals == forming.counts)
-            threads = (self._at == barrier) & complete.repeat(batch.threads_per_program)
-            passing |= threads
-            self._at[threads] = -1
-            self.meet(threads, forming.heard)
-            for array in (forming.counts, forming.totals, forming.heard):
-                array[complete] = 0
-            if not forming.counts.any():
-                del self._forming[barrier]
+        complete = (self._counts > 0) & (self._totals == self._counts)
+        passing = complete[self._programs, self._at] & (self._at >= 0)
+        for barrier in np.flatnonzero(complete.any(0)):
+            self.meet(passing & (self._at == barrier), self._heard[:, barrier])
+        self._at[passing] = -1
+        for array in (self._counts, self._totals, self._heard):
+            array[complete] = 0
         return passing
 
-    def meet(self, threads: np.ndarray, heard: np.ndarray | None = None) -> None:
+    def meet(self, threads: np.ndarray, heard: np.ndarray | int = 0) -> None:
         """Order what the warps of each program have done before what they do next."""
         clocks = self._batch.clocks
         if not self._batch.launch.kernel.partial:
             clocks[threads.reshape(len(clocks), -1)[:, 0]] += 1
             return
         warps: Any = threads.reshape(*clocks.shape[:2], 32).any(2)
-        latest = np.where(warps[:, :, None], clocks, 0).max(1)
-        latest = latest if heard is None else np.maximum(latest, heard)
+        latest = np.maximum(np.where(warps[:, :, None], clocks, 0).max(1), heard)
         program, warp = np.nonzero(warps)
         clocks[program, warp] = latest[program]
         clocks[program, warp, warp] += 1
-
-
-@dataclass(eq=False)
-class Copy:
-    """A bulk copy in flight: what `TensorMap.read` gave, and where the bytes go."""
-
-    thread: int
-    chunks: np.ndarray  # [n], in shared memory
-    data: np.ndarray  # [n, 16]
-    sources: np.ndarray  # [m, 1], in global memory
-    size: int  # bytes of a source
 
 
 @dataclass
@@ -152,15 +117,17 @@ class MBarrier:
 
     expected: int
     """Number of arrivals that completes a phase."""
-    parity: int = 0
-    """Parity of the current phase."""
+    column: int
+    """Of clocks, for the copies that it counts."""
+    phase: int = 0
+    """Completed phases."""
     arrivals: list[tuple[np.ndarray | None, list | None]] = field(default_factory=list)
     """For each arrival since the last completed phase the clock of its warp, or the products that
     must complete first."""
     num_bytes: int = 0
     """Bytes that the phase expects."""
-    copies: list[Copy] = field(default_factory=list)
-    """Copies that the phase counts."""
+    copies: list[tuple[int, Callable]] = field(default_factory=list)
+    """Copies that the phase counts: bytes, and a function that ends them (column, clock)."""
     clock: Any = None
     """What is ordered before the end of the last completed phase."""
     tested: bool = False
@@ -169,7 +136,7 @@ class MBarrier:
     @property
     def copied(self) -> int:
         """Bytes that have come, or are on their way."""
-        return sum(copy.data.size for copy in self.copies)
+        return sum(size for size, _ in self.copies)
 
     def __str__(self):
         arrived = f"{len(self.arrivals)} of {self.expected} arrivals"
@@ -183,35 +150,25 @@ class MBarrier:
         if self.copied > self.num_bytes:
             detail = f"mbarrier at {address:#x} of shared memory: {self}"
             raise batch.fault(FaultKind.BARRIER, detail, thread, address=address)
-        arrivals, self.arrivals = self.arrivals[: self.expected], self.arrivals[self.expected :]
-        products = [one for _, several in arrivals for one in several or ()]
-        if self.copies or any(several is not None for _, several in arrivals):
+        arrivals = self.arrivals[: self.expected]
+        if self.copies or any(products is not None for _, products in arrivals):
             self.tested = test and not self.tested
             if self.tested or not test:
-                self.arrivals = arrivals + self.arrivals
                 return
-        clocks = [clock for clock, _ in arrivals if clock is not None]
-        if self.clock is not None:
-            clocks.append(self.clock)
-        if clocks or self.copies:
-            self.clock = np.max([np.zeros_like(batch.clocks[0, 0]), *clocks], 0)
+        clocks = [clock for clock, _ in [*arrivals, (self.clock, None)] if clock is not None]
+        if clocks:
+            self.clock = np.max(clocks, 0)
+        products = [one for _, products in arrivals for one in products or ()]
         if products:
             batch.tensor_memory.complete(products)
-        self._land(batch, address)
-        self.parity, self.num_bytes, self.copies = 1 - self.parity, 0, []
-
-    def _land(self, batch, address: int) -> None:
-        for copy in self.copies:
-            program = copy.thread // batch.threads_per_program
-            own = [where for where in batch.columns if where[0] == program]
-            number = batch.columns.setdefault((program, address), len(own))
-            if number >= ASYNCHRONOUS:
+        self.phase += 1
+        if self.copies:
+            if self.column >= batch.clocks.shape[2]:
                 raise Unsupported(f"more than {ASYNCHRONOUS} mbarriers that count bytes")
-            column = batch.clocks.shape[1] + number
-            self.clock[column] = next(batch.ticks)
-            batch.shared.land_box(batch, copy.thread, copy.chunks, column, self.clock, copy.data)
-            batch.memory.end_take(batch, np.full(len(copy.sources), copy.thread), copy.sources,
-                                 copy.size)  # fmt: skip
+            self.clock[self.column] = self.phase
+        for _, land in self.copies:
+            land(self.column, self.clock)
+        self.arrivals, self.num_bytes, self.copies = self.arrivals[self.expected :], 0, []
 
 
 def touch(batch, addresses: np.ndarray, mask: np.ndarray) -> None:
@@ -254,7 +211,9 @@ def _init_or_inval(translation: Translation) -> Step:
         for thread in map(int, np.flatnonzero(mask)):
             key = thread // batch.threads_per_program, int(addresses[thread])
             if counts:
-                batch.mbarriers[key] = MBarrier(int(counts[0][thread]))
+                column = batch.clocks.shape[1] + batch.num_mbarriers[key[0]]
+                batch.mbarriers[key] = MBarrier(int(counts[0][thread]), column)
+                batch.num_mbarriers[key[0]] += 1
             else:
                 find(batch, key[1], thread)
                 del batch.mbarriers[key]
@@ -306,58 +265,46 @@ def _try_wait(translation: Translation) -> Step:
         results = []
         for (program, at, phase), thread in zip(tests.tolist(), threads[first], strict=True):
             barrier = find(batch, at, int(thread))
-            if barrier.parity == phase:
+            if barrier.phase % 2 == phase:
                 barrier.settle(batch, at, int(thread), test=True)
-            results.append(barrier.parity != phase)
+            results.append(barrier.phase % 2 != phase)
             if results[-1] and barrier.clock is not None:
-                own = threads[of_test == len(results) - 1] % batch.threads_per_program
-                warps = np.unique(own // 32)
-                batch.clocks[program, warps] = np.maximum(
-                    batch.clocks[program, warps], barrier.clock
-                )
+                own = threads[of_test == len(results) - 1] % batch.threads_per_program // 32
+                batch.clocks[program, own] = np.maximum(batch.clocks[program, own], barrier.clock)
         ended[threads] = np.array(results)[of_test]
         write(batch, mask, ended)
         failed = np.flatnonzero(active & ~ended)
-        return fail(batch, failed, addresses, ended.any()) if len(failed) else None
+        return fail(batch, failed, ended.any()) if len(failed) else None
 
     return try_wait
 
 
-def fail(batch, threads: np.ndarray, addresses, progress: bool, again: bool = False) -> Signal:
+def fail(batch, threads: np.ndarray, progress: bool, again: bool = False) -> Signal:
     """Let threads yield their turn because they wait for other threads. Raises Fault if these wait
     too. progress: some of the group go on. again: the instruction is repeated."""
     batch.failed_tests = 0 if progress else batch.failed_tests + 1
     if batch.failed_tests > _MAX_FAILED_TESTS:
-        thread = int(threads[0])
-        program, detail = thread // batch.threads_per_program, ""
-        waited = {at: one for (owner, at), one in batch.mbarriers.items() if owner == program}
-        short = [at for at, one in waited.items() if one.copied < one.num_bytes]
-        address = short[0] if short else int(addresses[thread])
-        if address in waited:
-            detail = f": mbarrier at {address:#x}: {waited[address]}"
-        detail = f"every warp waits, and no thread can arrive{detail}"
-        raise batch.fault(FaultKind.ENDLESS, detail, thread, address=address)
+        thread, detail = int(threads[0]), "every warp waits, and no thread can arrive"
+        for (program, at), one in batch.mbarriers.items():
+            if program == thread // batch.threads_per_program and (one.arrivals or one.num_bytes):
+                detail += f"; mbarrier at {at:#x}: {one}"
+        raise batch.fault(FaultKind.ENDLESS, detail, thread)
     return Signal("again" if again else "yield", None)
-
-
-_BARRIERS = ("bar", "barrier", "cta", "sync", "arrive", "aligned")
 
 
 @instruction("bar", "barrier")
 def _bar(translation: Translation) -> Step:
     if translation.instruction.opcode == "bar.warp.sync":
         return lambda batch, mask: batch.whole_warps(mask)
-    if not {*translation.parts} <= {*_BARRIERS}:
-        raise Unsupported("this form of barrier is not supported")
+    translation.expect("cta", "sync", "arrive")
     waits = translation.one_of(("sync", "arrive")) == "sync"
     try:
-        barrier, *count = (int(one, 0) for one in translation.operands)
+        barrier, count, *rest = *(int(one, 0) for one in translation.operands), 0
     except (TypeError, ValueError):
         raise Unsupported("barriers with operands in registers are not supported") from None
-    if not 0 <= barrier < 16 or len(count) > 1 or any(one % 32 or one < 32 for one in count):
+    if not 0 <= barrier < _NUM_BARRIERS or len(rest) > 1 or count % 32:
         raise Unsupported("expected a barrier from 0 to 15, and a multiple of 32 threads")
-    meeting = Meeting(barrier, count[0] if count else 0, waits)
-    return lambda batch, mask: Signal("barrier", mask, meeting)
+    return lambda batch, mask: Signal("barrier", mask, (barrier, count, waits))
 
 
 @instruction("setmaxnreg")
@@ -378,7 +325,7 @@ def _setmaxnreg(translation: Translation) -> Step:
         batch.refuse(wrong & (pool > 0), FaultKind.UNDEFINED, f"the warp has {have} registers")
         after = np.where(active, count, batch.num_registers).reshape(batch.num_programs, -1)
         if up and pool and (after.sum(1) > pool * batch.threads_per_program).any():
-            return fail(batch, np.flatnonzero(active), np.zeros(batch.num_threads), False, True)
+            return fail(batch, np.flatnonzero(active), False, again=True)
         batch.num_registers = after.reshape(-1)
         return None
 

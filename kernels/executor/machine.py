@@ -10,7 +10,6 @@ order. Most faults are found in any order, because the checks look for missing b
 """
 
 import functools
-import itertools
 import random
 from collections.abc import Sequence
 
@@ -27,7 +26,7 @@ from kernels.executor import (  # noqa: F401  (these enter their instructions in
     warpgroup,
     warps,
 )
-from kernels.executor.barriers import Barriers, MBarrier, Meeting, first_clocks
+from kernels.executor.barriers import Barriers, MBarrier, first_clocks
 from kernels.executor.faults import Fault, FaultKind, UnknownInstruction
 from kernels.executor.in_flight import CopyQueue, MatrixQueue
 from kernels.executor.memory import CheckedMemory
@@ -109,8 +108,7 @@ class Batch:
         self.products = MatrixQueue(self)
         self.barriers = Barriers(self)
         self.mbarriers: dict[tuple[int, int], MBarrier] = {}
-        self.columns: dict[tuple[int, int], int] = {}
-        self.ticks = itertools.count(1)
+        self.num_mbarriers = [0] * self.num_programs
         self.num_registers = np.full(self.num_threads, launch.kernel.program.max_registers)
         self.program_of_thread = np.repeat(np.array(programs, np.int32), self.threads_per_program)
         self.registers = [*launch.kernel.registers]
@@ -238,11 +236,7 @@ class Batch:
                     raise self.fault(FaultKind.ENDLESS, detail, thread)
             if self.barriers.idle:
                 return
-            lost, detail = self.barriers.lost()
-            if lost.any():
-                thread = int(np.argmax(lost))
-                self.at = int(self.barriers.resume[thread]) - 1
-                raise self.fault(FaultKind.BARRIER, detail, thread)
+            self.barriers.check_end()
             self._open_barriers()
             if not self._groups:  # only barrier.arrive reached the others
                 return
@@ -313,7 +307,7 @@ class Batch:
         """The next instruction of a group that stands before `at`, or None if it does not go on as
         a whole."""
         if signal.kind == "barrier":
-            return at if self._arrive(at, mask, signal.mask, signal.target) else None
+            return at if self._arrive(at, mask, signal.mask, *signal.target) else None
         here = self.every(mask)
         there = here if signal.mask is None else signal.mask
         if signal.kind in ("yield", "again"):
@@ -332,18 +326,19 @@ class Batch:
         self._join(at, here & ~there)
         return None
 
-    def _arrive(self, at: int, mask, waiting: np.ndarray | None, meeting: Meeting) -> bool:
+    def _arrive(self, at: int, mask, waiting, barrier: int, count: int, waits: bool) -> bool:
         """A group reaches a barrier. If predicated, only threads in `waiting` do. Returns whether
-        the whole group goes on at once."""
+        the whole group goes on at once. count, waits: see `Signal`."""
         self.whole_warps(waiting)
-        all_meet = meeting.size in (0, self.threads_per_program) and meeting.waits
-        if all_meet and mask is None and waiting is None and self.barriers.idle:
+        count = count or self.threads_per_program
+        all_meet = waits and count == self.threads_per_program and mask is None and waiting is None
+        if all_meet and self.barriers.idle:
             self.barriers.meet(self.running)
             return True
         here = self.every(mask)
         waiting = here if waiting is None else waiting
-        self.barriers.add(waiting, at, meeting)
-        self._join(at, here & ~waiting if meeting.waits else here)
+        self.barriers.add(waiting, at, barrier, count, waits)
+        self._join(at, here & ~waiting if waits else here)
         if self.launch.kernel.partial or self._rng is not None:
             self._open_barriers()
         return False

@@ -34,8 +34,9 @@ Step = Callable[["Batch", np.ndarray | None], object]
 
 
 class Signal(NamedTuple):
-    """A change of control flow: threads branch to a label, exit, reach a barrier (a `Meeting`), or
-    yield to other threads before they go on or repeat the instruction."""
+    """A change of control flow: threads branch to a label, exit, reach a barrier (target: number,
+    count of threads, 0 for all, and whether they wait), or yield to other threads before they go on
+    or repeat the instruction."""
 
     kind: str  # "branch", "exit", "barrier", "yield" or "again"
     mask: np.ndarray | None  # None: all active threads

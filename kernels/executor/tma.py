@@ -3,7 +3,7 @@
 The host makes a tensor map, 128 bytes in the kernel's parameters. A box lies dense in shared
 memory, its innermost dimension first. Elements outside the tensor are zero. Swizzling permutes the
 16-byte chunks as for wgmma (warpgroup.py). The copy reads when it is issued and writes when the
-phase of its mbarrier completes (barriers.py); until then its source and target are in use.
+phase of its mbarrier completes (barriers.py). Until then its source and target are in use.
 """
 
 import re
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kernels.executor.barriers import Copy, find, touch
+from kernels.executor.barriers import MBarrier, find, touch
 from kernels.executor.faults import FaultKind
 from kernels.executor.memory import MAX_UNIT
 from kernels.executor.operands import Step, Translation, Unsupported
@@ -57,23 +57,19 @@ class TensorMap:
 
     def read(self, batch, thread: int, corner: list[int]):
         """(data [n, 16] of the box at `corner`, addresses [m, 1] that were read, their size)."""
-        row = self.box[0] * self.itemsize
         edges = MAX_UNIT, corner[0] * self.itemsize, self.sizes[0] * self.itemsize
         size = int(np.gcd.reduce(edges))  # in such pieces a row is inside or outside
         place, inside = np.zeros(1, np.int64), np.ones(1, np.bool_)
         dims = zip(corner, self.box, self.sizes, self.strides, strict=True)
         for dim, (start, count, extent, stride) in enumerate(dims):
-            at = start + np.arange(count)
-            if dim == 0:
-                at, extent, stride = np.arange(0, row, size) + start * stride, extent * stride, 1
+            at = start + np.arange(0, count, 1 if dim else size // self.itemsize)
             place = (place + (at * stride)[:, None]).reshape(-1)
             inside = (inside & ((at >= 0) & (at < extent))[:, None]).reshape(-1)
         sources = (place[inside] + self.address).astype(np.uint64)[:, None]
-        data = np.zeros((len(place), size), np.uint8)
+        data, readers = np.zeros((len(place), size), np.uint8), np.full(len(sources), thread)
         if len(sources):
-            data[inside] = batch.memory.take(
-                batch, np.full(len(sources), thread), sources, size=size, noted=True, by="TMA"
-            )[:, 0]
+            how = {"size": size, "noted": True, "by": "TMA"}
+            data[inside] = batch.memory.take(batch, readers, sources, **how)[:, 0]
         if batch.launch.tally is not None:
             batch.launch.tally.box(sources, size)
         return data.reshape(-1, MAX_UNIT), sources, size
@@ -84,44 +80,49 @@ class TensorMap:
         address = start + np.arange(0, num_bytes, MAX_UNIT)
         return (address ^ ((address >> 7 & (self.width // MAX_UNIT - 1)) << 4)).astype(np.uint64)
 
+    def copy(self, batch, thread: int, corner: list[int], target: int, barrier: MBarrier) -> None:
+        """Begin a copy of the box at `corner` to shared memory, counted by an mbarrier."""
+        chunks = self.chunks(target)
+        batch.shared.begin_box(batch, thread, chunks)
+        data, sources, size = self.read(batch, thread, corner)
+
+        def land(column, clock):
+            batch.shared.land_box(batch, thread, chunks, column, clock, data)
+            batch.memory.end_take(batch, np.full(len(sources), thread), sources, size)
+
+        barrier.copies.append((data.size, land))
+
 
 _LOAD = re.compile(
     r"cp\.async\.bulk\.tensor\.([1-5])d\.shared::(?:cta|cluster)\.global(?:\.tile)?"
     r"\.mbarrier::complete_tx::bytes(\.L2::cache_hint)?"
 )
-ALIGNMENT = 128
+_ALIGNMENT = 128
 
 
 def load_box(translation: Translation) -> Step:
     """cp.async.bulk.tensor from global to shared memory."""
     matched = _LOAD.fullmatch(translation.instruction.opcode)
-    if not matched:
+    if not matched or len(translation.operands[1][1]) != int(matched[1]):
         raise Unsupported("this form of cp.async.bulk is not supported")
     target, (tensor, corner), barrier, *_hint = translation.operands
-    to, where, at = (translation.address(one) for one in (target, tensor, barrier))
+    addresses = [translation.address(one) for one in (target, tensor, barrier)]
     reads = [translation.read(one, "s32") for one in corner]
-    if len(reads) != int(matched[1]):
-        raise Unsupported(f"{len(reads)} coordinates of {matched[1]} dimensions")
 
     def load(batch, mask):
         active = batch.every(mask)
-        targets, maps, barriers = to(batch), where(batch), at(batch)
-        corners = [batch.full(read(batch)) for read in reads]
+        targets, maps, barriers = (address(batch) for address in addresses)
+        corners = np.stack([batch.full(read(batch)) for read in reads], 1)
         touch(batch, barriers, active)
         for thread in map(int, np.flatnonzero(active)):
-            tensor_map = batch.launch.maps.get(int(maps[thread]))
-            start = int(targets[thread])
+            tensor_map, to = batch.launch.maps.get(int(maps[thread])), int(targets[thread])
             if tensor_map is None or len(tensor_map.box) != len(reads):
-                detail = f"no tensor map of {len(reads)} dimensions at {int(maps[thread]):#x}"
+                detail = f"no tensor map of {len(reads)} dimensions at {maps[thread]:#x}"
                 raise batch.fault(FaultKind.OUT_OF_BOUNDS, detail, thread)
-            if start % ALIGNMENT:
-                detail = f"shared memory {start:#x} is no multiple of {ALIGNMENT}"
-                raise batch.fault(FaultKind.MISALIGNED, detail, thread, address=start)
-            corner = [int(column[thread]) for column in corners]
-            chunks = tensor_map.chunks(start)
-            batch.shared.begin_box(batch, thread, chunks)
-            data, sources, size = tensor_map.read(batch, thread, corner)
-            found = find(batch, int(barriers[thread]), thread)
-            found.copies.append(Copy(thread, chunks, data, sources, size))
+            if to % _ALIGNMENT:
+                detail = f"shared memory {to:#x} is no multiple of {_ALIGNMENT}"
+                raise batch.fault(FaultKind.MISALIGNED, detail, thread, address=to)
+            counted = find(batch, int(barriers[thread]), thread)
+            tensor_map.copy(batch, thread, corners[thread].tolist(), to, counted)
 
     return load
