@@ -76,16 +76,19 @@ class Barriers:
             heard[:] = np.maximum(heard, clocks[program, warp])
             clocks[program, warp, warp] += 1
 
+    def states(self, program: int) -> list[str]:
+        """Words about the barriers that a part of their threads have reached."""
+        total, count = self._totals[program], self._counts[program]
+        return [f"{total[i]} of {count[i]} threads at barrier {i}" for i in np.flatnonzero(count)]
+
     def check_end(self) -> None:
         """Raise Fault if a thread waits for others, when all have ended or wait."""
         missing = (self._totals < self._counts)[self._programs, self._at] & (self._at >= 0)
         if missing.any():
             thread = int(np.argmax(missing))
-            program = self._programs[thread]
-            total, count = self._totals[program], self._counts[program]
-            reached = [f"{total[i]} of {count[i]} reach barrier {i}" for i in np.flatnonzero(count)]
+            detail = "; ".join(self.states(self._programs[thread]))
             self._batch.at = int(self.resume[thread]) - 1
-            raise self._batch.fault(FaultKind.BARRIER, "; ".join(reached), thread)
+            raise self._batch.fault(FaultKind.BARRIER, detail, thread)
 
     def open(self) -> np.ndarray:
         """Open the complete barriers. Returns the threads that go on."""
@@ -284,11 +287,12 @@ def fail(batch, threads: np.ndarray, progress: bool, again: bool = False) -> Sig
     too. progress: some of the group go on. again: the instruction is repeated."""
     batch.failed_tests = 0 if progress else batch.failed_tests + 1
     if batch.failed_tests > _MAX_FAILED_TESTS:
-        thread, detail = int(threads[0]), "every warp waits, and no thread can arrive"
-        for (program, at), one in batch.mbarriers.items():
-            if program == thread // batch.threads_per_program and (one.arrivals or one.num_bytes):
-                detail += f"; mbarrier at {at:#x}: {one}"
-        raise batch.fault(FaultKind.ENDLESS, detail, thread)
+        program = int(threads[0]) // batch.threads_per_program
+        detail = ["every warp waits, and no thread can arrive", *batch.barriers.states(program)]
+        for (owner, at), one in batch.mbarriers.items():
+            if owner == program and (one.arrivals or one.num_bytes):
+                detail.append(f"mbarrier at {at:#x}: {one}")
+        raise batch.fault(FaultKind.ENDLESS, "; ".join(detail), int(threads[0]))
     return Signal("again" if again else "yield", None)
 
 

@@ -15,6 +15,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -153,13 +154,14 @@ def _kernel(ptx: str) -> Kernel:
 
 
 def run_ptx(
-    ptx: str, arguments: Sequence[torch.Tensor | float], *, grid: tuple[int, int, int] = (1, 1, 1),
+    ptx: str, arguments: Sequence[Any], *, grid: tuple[int, int, int] = (1, 1, 1),
     num_warps: int = 1, shared_bytes: int = 0, seed: int | None = None,
     fresh: FreshMemory | None = None, dependent: bool = False,
 ) -> Counts:  # fmt: skip
     """Execute one kernel given as PTX, without Triton: its parameters are `arguments` in order.
 
     Args:
+        arguments: tensors, numbers, and (tensor descriptor, meta) as `TensorMap.of` takes them.
         fresh: records which memory nothing has written.
         dependent: whether the kernel must wait for the previous launch (griddepcontrol.wait).
 
@@ -167,8 +169,9 @@ def run_ptx(
     """
     parameters = _kernel(ptx).program.parameters
     kinds = {"u": "u", "s": "i", "b": "u", "f": "fp"}
+    kind_of = {torch.Tensor: "*", tuple: MAP}
     named = [
-        (name, "*" if isinstance(value, torch.Tensor) else kinds[kind[0]] + kind[1:], value)
+        (name, kind_of.get(type(value)) or kinds[kind[0]] + kind[1:], value)
         for (name, kind), value in zip(parameters, arguments, strict=True)
     ]
     launch = Launch(

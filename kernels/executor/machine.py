@@ -65,8 +65,8 @@ class Kernel:
             for index, width in enumerate(self.program.widths)
         }
         """See Batch."""
-        products = any(one.parts[0] == "wgmma" for one in self.program.instructions)
-        self.threads_in_step = 128 if products else 32
+        groups = any(one.parts[0] in ("wgmma", "setmaxnreg") for one in self.program.instructions)
+        self.threads_in_step = 128 if groups else 32
         """Threads whose turns come together: a warp, or the warp group that wgmma takes whole."""
         self.one_by_one = any(
             one.parts[0] in ("atom", "red") and "global" in one.parts

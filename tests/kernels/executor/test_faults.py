@@ -112,6 +112,11 @@ FAULTS = {
     "load of what another warp stored": (
         TO_SHARED + "HERE" + FROM_OTHER_WARP, BARRIER, "", "SHARED_RACE UNWRITTEN", "", TWO_WARPS,
     ),
+    "load after barrier.arrive of another warp": (
+        TO_SHARED + "setp.lt.u32 %p1, %r0, 32; HERE" + FROM_OTHER_WARP.replace("ld.", "@!%p1 ld."),
+        "@%p1 barrier.cta.arrive 3, 64; @!%p1 barrier.cta.sync 3, 64;", "@%p1 bar.arrive 3, 64;"
+        "@!%p1 bar.sync 4, 32;", "SHARED_RACE UNWRITTEN", "", TWO_WARPS,
+    ),
     "store after a load of another warp": (
         f"{TO_SHARED} bar.sync 0; {FROM_OTHER_WARP} HERE add.s32 %r5, %r0, 1;"
         "st.shared.b32 [%r2], %r5;",
@@ -373,6 +378,8 @@ class TestControlFlow:
         ("add.sat.s32 %r1, %r0, 1;", ".sat is not supported"),
         ("mov.u32 %r1, %clock;", "special register %clock"),
         ("bar.sync %r1, 64;", "barriers with operands in registers"),
+        ("setmaxnreg.inc.sync.aligned.u32 100;", "expected a multiple of 8 registers"),
+        ("cp.async.bulk.tensor.1d.global.shared::cta.bulk_group [%d1, {%r1}], [%r2];", "bulk"),
         ("cvt.rn.f16.s64 %r1, %d0;", "cvt.rn.f16.s64"),
         ("wgmma.fence.sync.aligned;", "only sm_90a has it, but .target is sm_100a"),
     ],
