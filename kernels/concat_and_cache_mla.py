@@ -40,8 +40,8 @@ def _concat_and_cache_mla_kernel(
     offs_r = tl.arange(0, ROPE_DIM_PADDED)[None, :]
     mask_r = row_mask & (offs_r < ROPE_DIM)
     k_pe = tl.load(k_pe_ptr + (tokens * stride_k_pe)[:, None] + offs_r, mask=mask_r)
-    tl.store(rows + offs_v, kv_c, mask=mask)
     tl.store(rows + RANK + offs_r, k_pe, mask=mask_r)
+    tl.store(rows + offs_v, kv_c, mask=mask)
 
 
 @functional_op(mutates_args=("latent_cache",))
