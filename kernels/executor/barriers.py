@@ -118,28 +118,18 @@ class Barriers:
 class MBarrier:
     """One mbarrier in the shared memory of a program."""
 
-    expected: int
-    """Number of arrivals that completes a phase."""
-    column: int
-    """Of clocks, for the copies that it counts."""
-    phase: int = 0
-    """Completed phases."""
+    expected: int  # arrivals that complete a phase
+    column: int  # of clocks, for the copies that it counts
+    phase: int = 0  # completed phases
     arrivals: list[tuple[np.ndarray | None, list | None]] = field(default_factory=list)
     """For each arrival since the last completed phase the clock of its warp, or the products that
     must complete first."""
-    num_bytes: int = 0
-    """Bytes that the phase expects."""
-    copies: list[tuple[int, Callable]] = field(default_factory=list)
-    """Copies that the phase counts: bytes, and a function that ends them (column, clock)."""
-    clock: Any = None
-    """What is ordered before the end of the last completed phase."""
-    tested: bool = False
-    """A thread has tested the phase while only products and copies were pending."""
-
-    @property
-    def copied(self) -> int:
-        """Bytes that have come, or are on their way."""
-        return sum(size for size, _ in self.copies)
+    num_bytes: int = 0  # that the phase expects
+    copied: int = 0  # bytes that have come, or are on their way
+    copies: list[Callable] = field(default_factory=list)
+    """For each copy of the phase a function (column, clock) that ends it."""
+    clock: Any = None  # what is ordered before the end of the last completed phase
+    tested: bool = False  # while only products and copies were pending
 
     def __str__(self):
         arrived = f"{len(self.arrivals)} of {self.expected} arrivals"
@@ -169,9 +159,10 @@ class MBarrier:
             if self.column >= batch.clocks.shape[2]:
                 raise Unsupported(f"more than {ASYNCHRONOUS} mbarriers that count bytes")
             self.clock[self.column] = self.phase
-        for _, land in self.copies:
+        for land in self.copies:
             land(self.column, self.clock)
-        self.arrivals, self.num_bytes, self.copies = self.arrivals[self.expected :], 0, []
+        self.arrivals, self.copies = self.arrivals[self.expected :], []
+        self.num_bytes = self.copied = 0
 
 
 def touch(batch, addresses: np.ndarray, mask: np.ndarray) -> None:

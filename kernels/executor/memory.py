@@ -7,7 +7,7 @@ size, so no access covers part of a unit. By the PTX memory model (chapter 8) th
 - two programs access a unit and one of them writes it, unless both accesses are atomic, or the
   first program has since executed an atomic instruction with release semantics and the second one
   with acquire semantics. The addresses are not compared, so a wrong lock is not noticed.
-- two warps of a program do so without a barrier between them. Two cases are allowed, because
+- two warps of a program do so, and nothing orders them (barriers.py). Two cases are no races, as
   Triton compiles to them if warps hold the same part of a result: the warps store the same value,
   or load global memory by one instruction before one of them overwrites it;
 - memory that the launch writes is read by ld.global.nc;
@@ -40,7 +40,7 @@ _RECORD = np.dtype(
     [
         ("writer", np.int32),  # program + 1; 0: none
         ("reader", np.int32),  # program + 1; -1: several programs
-        ("write_epoch", np.int32),  # barriers that the program had passed
+        ("write_epoch", np.int32),  # of the warp, see barriers.py
         ("read_epoch", np.int32),
         ("write_time", np.int32),  # number of ordering atomic instructions before
         ("read_time", np.int32),
@@ -568,7 +568,9 @@ class CheckedMemory:
         warp = "another warp" if other < 0 else f"warp {other}"
         race, since = self.race, "since the last barrier"
         if other >= batch.threads_per_program // 32:
-            warp, since = "an asynchronous copy", "and the warp has not waited for its mbarrier"
+            warp, since = "a TMA copy", "and the warp has not waited for its mbarrier"
+        if code == _TAKING and self.race is FaultKind.GLOBAL_RACE:  # by TMA
+            code = _READING
         kind, detail = {
             _OUTSIDE: (FaultKind.OUT_OF_BOUNDS, f"it spans {span} bytes"),
             _HOLE: (FaultKind.OUT_OF_BOUNDS, "between the rows of a strided view"),
@@ -618,14 +620,13 @@ class CheckedMemory:
         self, batch, threads: np.ndarray, chunks: np.ndarray, *, size: int = MAX_UNIT,
         num_warps: int = 1, fenced: bool = True, noted: bool = False, by: str = "a product",
     ) -> np.ndarray:  # fmt: skip
-        """Bytes [n, chunks, size] at the addresses `chunks` (uint64, [n, chunks]) of n threads. An
-        asynchronous operation of a thread's warp and of the next ones, num_warps in all, reads them
-        until `end_take`. fenced: through the async proxy. noted: record the read now."""
-        out = np.empty((*chunks.shape, size), np.uint8)
-        mask = np.zeros(batch.num_threads, np.bool_)
+        """Bytes [n, chunks, size] at addresses (uint64, [n, chunks]), read until `end_take` by
+        num_warps warps from that of each of n threads on. fenced: by the async proxy. noted:
+        record it now."""
+        out, mask = np.empty((*chunks.shape, size), np.uint8), np.zeros(batch.num_threads, np.bool_)
         mask[threads] = True
-        arguments = chunks, mask, threads, size, num_warps, fenced, noted, out
-        self.run(batch, _take, size, f"read by {by}", *arguments)
+        done, fixed = f"read by {by}", (size, num_warps, fenced, noted, out)
+        self.run(batch, _take, size, done, chunks, mask, threads, *fixed)
         return out
 
     def end_take(self, batch, threads, chunks, size: int = MAX_UNIT, num_warps: int = 0) -> None:

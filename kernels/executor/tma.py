@@ -56,7 +56,7 @@ class TensorMap:
         return TensorMap(address, itemsize, sizes, tuple(strides), box, width)
 
     def read(self, batch, thread: int, corner: list[int]):
-        """(data [n, 16] of the box at `corner`, addresses [m, 1] that were read, their size)."""
+        """(data [n, 16] of the box at `corner`; threads, addresses and size of its m sources)."""
         edges = MAX_UNIT, corner[0] * self.itemsize, self.sizes[0] * self.itemsize
         size = int(np.gcd.reduce(edges))  # in such pieces a row is inside or outside
         place, inside = np.zeros(1, np.int64), np.ones(1, np.bool_)
@@ -72,25 +72,22 @@ class TensorMap:
             data[inside] = batch.memory.take(batch, readers, sources, **how)[:, 0]
         if batch.launch.tally is not None:
             batch.launch.tally.box(sources, size)
-        return data.reshape(-1, MAX_UNIT), sources, size
-
-    def chunks(self, start: int) -> np.ndarray:
-        """Addresses of the 16-byte chunks of a box in shared memory."""
-        num_bytes = int(np.prod(self.box)) * self.itemsize
-        address = start + np.arange(0, num_bytes, MAX_UNIT)
-        return (address ^ ((address >> 7 & (self.width // MAX_UNIT - 1)) << 4)).astype(np.uint64)
+        return data.reshape(-1, MAX_UNIT), readers, sources, size
 
     def copy(self, batch, thread: int, corner: list[int], target: int, barrier: MBarrier) -> None:
         """Begin a copy of the box at `corner` to shared memory, counted by an mbarrier."""
-        chunks = self.chunks(target)
+        chunks = target + np.arange(0, int(np.prod(self.box)) * self.itemsize, MAX_UNIT)
+        chunks ^= (chunks >> 7 & (self.width // MAX_UNIT - 1)) << 4
+        chunks = chunks.astype(np.uint64)
         batch.shared.begin_box(batch, thread, chunks)
-        data, sources, size = self.read(batch, thread, corner)
+        data, readers, sources, size = self.read(batch, thread, corner)
 
         def land(column, clock):
             batch.shared.land_box(batch, thread, chunks, column, clock, data)
-            batch.memory.end_take(batch, np.full(len(sources), thread), sources, size)
+            batch.memory.end_take(batch, readers, sources, size)
 
-        barrier.copies.append((data.size, land))
+        barrier.copies.append(land)
+        barrier.copied += data.size
 
 
 _LOAD = re.compile(
