@@ -9,15 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.checks import (
-    FLOAT_DTYPES,
-    INTEGERS,
-    Arg,
-    TensorSpec,
-    cache_rules,
-    check_slots,
-    same_dtype,
-)
+from kernels import checks
+from kernels.checks import FLOAT_DTYPES, INTEGERS, Arg, TensorSpec, same_dtype
 from kernels.launch import launch
 from kernels.tiles import padded_dim, store_tile
 from kernels.torch_ops import functional_op
@@ -26,7 +19,7 @@ _TENSORS = TensorSpec(
     Arg("k_cache", "num_blocks block_size num_kv_heads head_dim", FLOAT_DTYPES),
     Arg("block_bounds", "num_blocks 2 num_kv_heads head_dim", same_dtype("k_cache"), written=True),
     Arg("slot_mapping", "num_slots", INTEGERS),
-    rules=cache_rules(),
+    rules=checks.cache_rules(),
 )
 
 
@@ -87,7 +80,7 @@ def update_block_bounds(
             also: a slot is past the end of the cache. Nothing is written then.
     """
     sizes = _TENSORS(k_cache, block_bounds, slot_mapping)
-    check_slots(slot_mapping, k_cache)
+    checks.check_slots(slot_mapping, k_cache)
     if sizes.num_slots == 0:
         return
     head_dim_padded = padded_dim(sizes.head_dim)
