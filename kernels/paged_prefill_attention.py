@@ -152,7 +152,8 @@ def _paged_prefill_kernel(
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     if SEARCH_WIDTH:
-        seq, tile = locate_tile(tile, cu_seqlens_q_ptr, batch, GROUP_SIZE, TILE_M, SEARCH_WIDTH)
+        offs = tl.arange(0, SEARCH_WIDTH)
+        seq, tile = locate_tile(tile, cu_seqlens_q_ptr, batch, offs, GROUP_SIZE, TILE_M)
     else:
         seq = tile // tiles_per_seq
         tile = tile % tiles_per_seq
@@ -402,6 +403,14 @@ def launch_prefill(
         states = SplitStates.empty(q[:1], min(total_q * num_chunks, batch * seq_states))
         out, lse, num_states = states.acc, states.sums, num_chunks
     scale = head_dim**-0.5 if scale is None else scale
+    is_plain = alibi_slopes is sinks is kv_starts is suffix_lens is None and softcap == 0
+    is_plain = is_plain and paged and window == (None, 0) and scale >= 0
+    if tile.has_producer and is_plain and chunks.max_chunks == 1 and block_tables is not None:
+        from kernels.paged_prefill_hopper import launch_hopper_prefill  # imports Gluon
+
+        tensors = out, lse, q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens
+        if launch_hopper_prefill(*tensors, scale):
+            return
     # Triton copies rows ahead only if they are aligned. If only K or only V is aligned, wgmma and
     # tcgen05 read the copied rows without a fence (fence.proxy.async) after the copies.
     num_stages = tile.num_stages if _has_aligned_rows(k_cache) == _has_aligned_rows(v_cache) else 1

@@ -46,22 +46,18 @@ def await_launches_before(PDL: tl.constexpr):
 
 @triton.jit
 def locate_tile(
-    tile,
-    cu_seqlens_q_ptr,
-    batch,
-    GROUP_SIZE: tl.constexpr,
-    TILE_M: tl.constexpr,
-    SEARCH_WIDTH: tl.constexpr,
+    tile, cu_seqlens_q_ptr, batch, offs, GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr
 ):
     """Return a tile's sequence, and the tile's index within that sequence.
 
     The tiles of sequence i start at floor(cu_seqlens_q[i] * GROUP_SIZE / TILE_M) + i. So a sequence
     gets the tiles that its rows need, or one more. A tile's sequence is found by counting sequences
     that start at or before the tile: one wide load, no chain of loads.
+
+    offs: 0, 1, 2 ... to index the sequences that are loaded at a time.
     """
-    offs = tl.arange(0, SEARCH_WIDTH)
     started = 0
-    for first in range(0, batch, SEARCH_WIDTH):
+    for first in range(0, batch, offs.shape[0]):
         seqs = first + offs
         starts = tl.load(cu_seqlens_q_ptr + seqs, mask=seqs < batch, other=0)
         first_tiles = starts * GROUP_SIZE // TILE_M + seqs

@@ -160,6 +160,9 @@ class AttentionTile:
     scores_ahead: bool = False
     """Prefill only: issue the product Q K of the next tile before the product P V of this tile, so
     that the product P V runs during the next softmax."""
+    has_producer: bool = False
+    """Prefill on sm_90 only: use the kernel of paged_prefill_hopper for the calls that it supports.
+    That kernel has its own tile."""
 
 
 @functools.cache

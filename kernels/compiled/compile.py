@@ -119,7 +119,8 @@ def launched_by(
         )  # fmt: skip
         given = json.loads(compile["specialization_data"])["options"]
         options = {name: given[name] for name in names if name in given}
-        launches.append((function, ASTSource(function, *parts, compile["configs"][0]), options))
+        source = function.ASTSource(function, *parts, compile["configs"][0])
+        launches.append((function, source, options))
         return True
 
     previous, triton.knobs.runtime.jit_cache_hook = triton.knobs.runtime.jit_cache_hook, take_over
