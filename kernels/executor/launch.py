@@ -217,8 +217,14 @@ def _flattened(name: str, kind, value, maps: Iterator[dict]) -> list[tuple]:
         elements = [_flattened(f"{name}[{n}]", *part, maps) for n, part in enumerate(parts)]
         return [one for element in elements for one in element]
     if kind.startswith("tensordesc"):
-        numbers = [("i32", size) for size in value.shape] + [("i64", one) for one in value.strides]
-        return [(name, MAP, (value, next(maps))), *((name, *number) for number in numbers)]
+        both = value.shape, value.strides
+        sizes, strides = ([(name, "i64", number) for number in numbers] for numbers in both)
+        flags = [(name, "i1", value.padding == "nan"), (name, "i1", value.round_f32_to_tf32)]
+        meta = next(maps, None)
+        first = [(name, MAP, (value, meta))]
+        if not meta:  # the kernel does without TMA
+            first = [(name, "*", value.base), *sizes, *strides, *flags]
+        return [*first, *((name, "i32", size) for size in value.shape), *strides]
     return [] if kind == "constexpr" else [(name, kind, value)]
 
 

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.executor import Fault, execute_ptx
 
@@ -42,6 +43,15 @@ def angles(x, out):
 def histogram(x, out):
     values = tl.load(x + tl.arange(0, 256))
     tl.store(out + tl.arange(0, 16), tl.histogram(values, 16))
+
+
+@triton.jit
+def product(a, b, out, steps):
+    i = tl.arange(0, 64)
+    total = tl.zeros((64, 64), tl.float32)
+    for step in range(steps):
+        total = tl.dot(a.load([0, 64 * step]), b.load([64 * step, 0]), total)
+    tl.store(out + i[:, None] * 64 + i, total)
 
 
 @triton.jit
@@ -82,6 +92,15 @@ def functions():
     print(torch.equal(counts, values.bincount(minlength=16).int()))
 
 
+def descriptors():
+    a, b, out = torch.randn(60, 192).half(), torch.randn(192, 64).half(), torch.empty(64, 64)
+    for target in ("sm_80", "sm_90", "sm_100"):
+        with execute_ptx(target):
+            descriptors = (TensorDescriptor.from_tensor(one, [64, 64]) for one in (a, b))
+            product[(1,)](*descriptors, out, 3)
+        print(torch.allclose(out[:60], a.float() @ b.float(), atol=1e-4), out[60:].any().item())
+
+
 def cached():
     with triton.knobs.cache.scope(), tempfile.TemporaryDirectory() as folder:
         triton.knobs.cache.dir = folder
@@ -105,6 +124,7 @@ def prints():
         ("tuned", "True 400 132"),
         ("arguments", "True True"),
         ("functions", "True True True\nTrue"),
+        ("descriptors", "True False\nTrue False\nTrue False"),
         ("cached", "['executor'] True"),
     ],
 )
