@@ -248,9 +248,9 @@ def _narrowed(sums_ptr, state_ptr, row, split, num_splits, MAX_SPLITS: tl.conste
         bound = tl.where((before + size).to(tl.float64) < bound, -1.0, bound)
         key = key * BINS + BINS - 1 - found
         before = tl.sum(tl.where(bins == found, starts, 0), axis=0)
-        sums = tl.sum(tl.where((bins == found)[None, :], sums, 0), axis=1)
-        ties_before = before + tl.sum(tl.where(parts < split, sums, 0), axis=0)
-        ties = tl.sum(tl.where(parts == split, sums, 0), axis=0)
+        tied = tl.sum(tl.where((bins == found)[None, :], sums, 0), axis=1)
+        ties_before = before + tl.sum(tl.where(parts < split, tied, 0), axis=0)
+        ties = tl.sum(tl.where(parts == split, tied, 0), axis=0)
     return key, before, bound, ties_before, ties
 
 
@@ -309,7 +309,7 @@ def _sample_tokens_kernel(
                 kept = tied & (before_each.to(tl.float64) < bound)
                 last_tie = tl.maximum(last_tie, tl.max(tl.where(kept, tokens, -1), axis=0))
                 before += tl.sum(sizes, axis=0)
-        limit = (key, last_tie)
+        limit = (key.to(tl.uint32), last_tie)
     score, token, weight = _best_of_chunks(
         first, last, row_ptr, seed, vocab_size, stride_token, temperature, floor,
         None if weights_ptr is None else largest, limit, SHIFT,
@@ -372,7 +372,8 @@ def _search_limits_kernel(
         pivot = tl.load(row_ptr + token * stride_token).to(tl.float32)
         largest = _largest_of(row, maxima_ptr, num_splits, MAX_SPLITS)
     bins = tl.arange(0, BINS)
-    sums = tl.zeros([BINS], tl.int64)
+    four = tl.arange(0, 4)
+    sums = tl.zeros([4, 4], tl.int64)  # of bins [4, 4]
     first = split * chunks_per_split * 4 * NOISE_SPAN
     last = tl.minimum(first + chunks_per_split * 4 * NOISE_SPAN, vocab_size)
     for start in range(first, last, LANES):
@@ -388,14 +389,16 @@ def _search_limits_kernel(
             highest = tl.max(tl.where(counted, digits, -1), axis=0)
             if lowest <= highest:
                 weights = tl.where(counted, _weights(logits, largest, temperature), 0)
-                for digit in range(lowest, highest + 1):
-                    weight = tl.sum(tl.where(digits == digit, weights, 0), axis=0)
-                    sums += tl.where(bins == digit, weight, 0)
+                for quarter in range(lowest // 4, highest // 4 + 1):
+                    here = digits[None, :] == quarter * 4 + four[:, None]
+                    added = tl.sum(tl.where(here, weights[None, :], 0), axis=1)
+                    sums += tl.where(four[:, None] == quarter, added[None, :], 0)
         else:  # a thread counts its eight tokens in the sixteen half-bytes of an int64
             packed = counted.to(tl.int64) << (4 * digits).to(tl.int64)
             packed = tl.sum(tl.reshape(packed, [LANES // 8, 8]), axis=1)
             counts = (packed[:, None] >> (4 * bins).to(tl.int64)[None, :]).to(tl.int32) & 15
-            sums += tl.sum(counts, axis=0)
+            sums += tl.reshape(tl.sum(counts, axis=0), [4, 4])
+    bins = tl.reshape(bins, [4, 4])
     tl.store(sums_ptr + (row * num_splits + split) * BINS + bins, sums)
 
 
