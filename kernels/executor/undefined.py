@@ -4,8 +4,8 @@ clamps such shifts, LLVM leaves them undefined).
 Compiled code contains undefined values that are never used (under a mask, or in the unused half of
 a packed pair), so an undefined value alone is no fault. The register gets an alternate, a second
 possible value. Instructions that depend on the register run twice, once with each value. A fault is
-raised if a value differs from its alternate and is used as an address, as a condition, or as an
-operand of a store or atomic instruction on global memory.
+raised if a value differs from its alternate and is used as an address, as a condition, as an
+operand of a store or atomic instruction on global memory, or as the place of a TMA box.
 
 An undefined value is not detected if both values give the same result, for example in a comparison.
 Alternates are not propagated through memory, exchanges between threads or tensor cores.
@@ -20,7 +20,7 @@ from kernels.executor.faults import FaultKind
 from kernels.executor.ptx import Instruction
 
 _NOT_FOLLOWED = re.compile(r"shfl|redux|vote|elect|mma|wgmma|tcgen05|ld|ldmatrix|atom|mbarrier")
-_USED = re.compile(r"(st|red|atom)\b.*\.global")
+_USED = re.compile(r"(st|red|atom)\b.*\.global|cp\.async\.bulk")
 _ALL_BITS = np.uint64(2**64 - 1)
 
 
@@ -48,7 +48,7 @@ def following(step, one: Instruction, effect: Effects):
     used = effect.reads if _USED.match(one.opcode) else []
     follows = bool(effect.writes) and not _NOT_FOLLOWED.match(one.opcode)
     bits = re.search(r"\d+$", one.opcode)  # a wider register is truncated to its low bits
-    stored = np.uint64(2 ** int(bits[0]) - 1 if bits else 0)
+    stored = np.uint64(2 ** int(bits[0]) - 1 if bits else _ALL_BITS)
 
     def run(batch, mask):
         alternates, registers, live = batch.alternates, batch.registers, batch.undefined

@@ -101,6 +101,7 @@ FAULTS = {
     "registers": ("u32 160", "u32 168", "ENDLESS", ""),
     "decrease": ("u32 96", "u32 136", "UNDEFINED", "the warp has fewer registers"),
     "place in shared memory": ("[0], [%d1", "[64], [%d1", "MISALIGNED", "no multiple of 128"),
+    "corner": ("{-5, 2}", "{%r50, 2}", "UNDEFINED", "nothing wrote the register"),
     "tensor map": ("[0], [%d1", "[0], [%d0", "OUT_OF_BOUNDS", "no tensor map of 2 dimensions"),
 }  # fmt: skip
 
