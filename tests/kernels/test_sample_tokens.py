@@ -79,8 +79,14 @@ def test_any_number_of_programs_finds_the_same(num_splits, device, monkeypatch):
         lambda _, num_chunks, __: min(num_splits, num_chunks),
     )
     args = torch.tensor([0.0, 2.0], device=device), seeds_of(2, device)
-    min_ps = torch.tensor([0.0, 0.2], device=device)
-    assert_matches_reference(logits.to(device), *args, min_ps=min_ps)
+    limits = {  # among tokens with equal logits
+        "min_ps": torch.tensor([0.0, 0.2], device=device),
+        "top_ks": torch.tensor([5, 3000], device=device),
+        "top_ps": torch.tensor([0.9, 0.01], device=device),
+    }
+    for names in (["min_ps"], ["top_ks"], ["top_ps"], [*limits][1:]):
+        chosen = {name: limits[name] for name in names}
+        assert_matches_reference(logits.to(device), *args, **chosen)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf], ids=str)
