@@ -79,8 +79,8 @@ def _paged_mla_decode_kernel(
     offs_r = HEAD_DIM_V + tl.arange(0, ROPE_DIM)
 
     q_rows = q_ptr + wide_product(seq, stride_q_seq) + wide_product(heads, stride_q_head)[:, None]
-    q = tl.load(q_rows + offs_v[None, :], mask=head_mask[:, None], other=0.0)
     q_rope = tl.load(q_rows + offs_r[None, :], mask=head_mask[:, None], other=0.0)
+    q = tl.load(q_rows + offs_v[None, :], mask=head_mask[:, None], other=0.0)
     unit = score_unit(scale, 0.0, False, False)
     table_ptr = block_tables_ptr + wide_product(seq, stride_table)
     acc = tl.zeros([TILE_M, HEAD_DIM_V], tl.float32)
@@ -92,8 +92,8 @@ def _paged_mla_decode_kernel(
         ids = load_block_ids(table_ptr, positions, token_mask, BLOCK_SIZE, True)
         rows = row_ptrs(latent_cache_ptr, ids, positions, stride_block, stride_slot, BLOCK_SIZE)
         rows = rows[:, None]
-        latents = load_rows(rows + offs_v[None, :], token_mask, None, True, False)
         k_rope = load_rows(rows + offs_r[None, :], token_mask, None, True, False)
+        latents = load_rows(rows + offs_v[None, :], token_mask, None, True, False)
         qk = dot(q_rope, tl.trans(k_rope), None, PRECISION)
         qk = dot(q, tl.trans(latents), qk, PRECISION)  # [TILE_M, TILE_N]
         scores = tl.where(token_mask[None, :], qk, float("-inf"))
