@@ -89,9 +89,9 @@ def _consume(
     ) = args  # fmt: skip
     STAGES: gl.constexpr = k_tiles.shape[0]
     TILE_N: gl.constexpr = k_tiles.shape[1]
-    HEAD_DIM: gl.constexpr = TILE_N  # so scores and sums have the same layout
     ROWS: gl.constexpr = q_tiles.shape[1]
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
+    # Also of scores, since head_dim is TILE_N.
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], instr_shape=[16, TILE_N, 16])
     SUM_ROWS: gl.constexpr = gl.SliceLayout(1, SUMS)
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
@@ -103,7 +103,7 @@ def _consume(
     mask = rows < num_rows
     tokens = (first_token + rows // GROUP_SIZE).to(gl.int64)
     heads = (kv_head * GROUP_SIZE + rows % GROUP_SIZE).to(gl.int64)
-    dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, MEMORY))[None, :]
+    dims = gl.arange(0, TILE_N, gl.SliceLayout(0, MEMORY))[None, :]
     q_ptrs = q_ptr + (tokens * stride_q_token + heads * stride_q_head)[:, None] + dims
     q = q_tiles.index(CONSUMER)
     q.store(gl.load(q_ptrs, mask=mask[:, None], other=0.0))
@@ -163,7 +163,8 @@ def _hopper_prefill_kernel(
     TILE_M: gl.constexpr, TILE_N: gl.constexpr, STAGES: gl.constexpr, SEARCH_WIDTH: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """One program: TILE_M rows of one KV head of one sequence. Grid (tiles, KV heads).
+    """One program: TILE_M rows of one KV head of one sequence. Grid (tiles, KV heads). head_dim is
+    TILE_N.
 
     k_cache, v_cache: descriptors of (num_blocks, num_kv_heads, BLOCK_SIZE, head_dim). `full`
     barriers: a tile arrived. `empty` barriers: both consumers are done with a tile. v_full has one
@@ -186,12 +187,11 @@ def _hopper_prefill_kernel(
     table_ptr = block_tables_ptr + seq.to(gl.int64) * stride_table
     unit = primitives.score_unit(scale, 0.0, False, False)
 
-    HEAD_DIM: gl.constexpr = k_cache.block_shape[3]
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_N, HEAD_DIM], DTYPE)
-    q_tiles = gl.allocate_shared_memory(DTYPE, [2, TILE_M // 2, HEAD_DIM], LAYOUT)
-    k_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, TILE_N, HEAD_DIM], LAYOUT)
-    v_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, TILE_N, HEAD_DIM], LAYOUT)
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_N, TILE_N], DTYPE)
+    q_tiles = gl.allocate_shared_memory(DTYPE, [2, TILE_M // 2, TILE_N], LAYOUT)
+    k_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, TILE_N, TILE_N], LAYOUT)
+    v_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, TILE_N, TILE_N], LAYOUT)
     k_full, v_full = mbarrier.allocate_mbarrier(STAGES), mbarrier.allocate_mbarrier(STAGES + 1)
     k_empty, v_empty = mbarrier.allocate_mbarrier(STAGES), mbarrier.allocate_mbarrier(STAGES)
     mbarrier.init(v_full.index(STAGES), 1)
@@ -257,9 +257,8 @@ def launch_hopper_prefill(
     starts = [x for cache in (k_cache, v_cache) for x in (cache.data_ptr(), *byte_strides(cache))]
     is_half = q.dtype == k_cache.dtype in (torch.float16, torch.bfloat16)
     is_one_box = block_size in (16, 32, 64) or block_size % _TILE_N == 0
-    if not (is_half and is_one_box and q.shape[2] == _TILE_N and k_cache.numel()):
-        return False
-    if any(start % 16 for start in starts):
+    is_supported = is_half and is_one_box and q.shape[2] == _TILE_N and k_cache.numel() > 0
+    if not is_supported or any(start % 16 for start in starts):
         return False
     grid = q.shape[0] * group_size // _TILE_M + batch, num_kv_heads
     launch(_TakesCaches(_hopper_prefill_kernel), grid,
