@@ -32,7 +32,8 @@ from kernels.checks import (
     kv_cache_args,
     same_dtype,
 )
-from kernels.paged_decode_attention import launch_decode
+from kernels.launch import remembered
+from kernels.paged_decode_attention import decode_chunking, launch_decode
 from kernels.paged_prefill_attention import launch_prefill
 from kernels.rope_store_kvcache import rope_store_kvcache
 from kernels.slot_mapping_from_positions import slot_mapping_from_positions
@@ -80,14 +81,13 @@ def _contiguous_rows(tensor: Any) -> Any:
     return tensor.contiguous()
 
 
-def _attend(
+def _launch_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
     block_tables: torch.Tensor | None, cu_seqlens_q: torch.Tensor | None,
-    context_lens: torch.Tensor,
+    context_lens: torch.Tensor, kv_starts: torch.Tensor | None,
     *,
-    max_seqlen_q: int, window: Sequence[int], num_splits: int = 0,
-    kv_starts: torch.Tensor | None = None, paged: bool = True, max_seqlen_k: int | None = None,
-    return_lse: bool, **options,
+    max_seqlen_q: int, window: tuple[int, int], num_splits: int = 0, paged: bool = True,
+    max_seqlen_k: int | None = None, return_lse: bool, **options,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return attention of q, (total_q, num_q_heads, head_dim), and LSE, (total_q, num_q_heads).
 
@@ -95,23 +95,36 @@ def _attend(
     """
     left, right = (None if size < 0 else size for size in window)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
+    lse = q.new_empty(q.shape[:2] if return_lse else 0, dtype=torch.float32)
+    result = out, lse if return_lse else None
     if cu_seqlens_q is not None:
         launch_prefill(
-            out, lse, q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens,
+            *result, q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens,
             max_seqlen_q=max_seqlen_q, window=(left, right), kv_starts=kv_starts, paged=paged,
             num_splits=num_splits or None, max_seqlen_k=max_seqlen_k, **options,
         )  # fmt: skip
     elif q.shape[0] and block_tables is not None:
+        window_size = None if left is None else left + 1
+        plan = decode_chunking(q, k_cache, block_tables, window_size, num_splits or None)
         launch_decode(
-            out, lse, q, k_cache, v_cache, block_tables, context_lens,
-            window_size=None if left is None else left + 1, k_scale=None, v_scale=None,
-            num_splits=num_splits or None, paged=paged, **options,
+            *result, q, k_cache, v_cache, block_tables, context_lens,
+            window_size=window_size, k_scale=None, v_scale=None, plan=plan, paged=paged, **options,
         )  # fmt: skip
-    if lse is None:
-        return out, q.new_empty(0, dtype=torch.float32)
-    # flash-attn reports +inf for a row that sees no key.
-    return out, lse.masked_fill_(lse == -math.inf, math.inf)
+    return out, lse
+
+
+_launch_again = remembered(_launch_attention)
+
+
+def _attend(
+    q: torch.Tensor, *args: Any, window: Sequence[int], return_lse: bool, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return the results of `_launch_attention`, with flash-attn's +inf as the LSE of a row that
+    sees no key."""
+    launch = _launch_attention if q.is_cpu else _launch_again
+    left, right = window
+    out, lse = launch(q, *args, window=(left, right), return_lse=return_lse, **options)
+    return out, lse.masked_fill_(lse == -math.inf, math.inf) if return_lse else lse
 
 
 def _fake(q, *_args, return_lse, **_options):
@@ -157,8 +170,8 @@ def flash_attn_varlen(
     single_queries = max_seqlen_q == 1 and q.shape[0] == batch and block_table is not None
     out, lse = _attend(
         q, k_cache, v_cache, block_table, None if single_queries else cu_seqlens_q, context_lens,
+        cu_seqlens_k[:-1] if block_table is None else None,
         max_seqlen_q=max_seqlen_q, window=window,
-        kv_starts=cu_seqlens_k[:-1] if block_table is None else None,
         paged=block_table is not None, max_seqlen_k=max_seqlen_k,
         scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, return_lse=return_lse,
     )  # fmt: skip
@@ -264,8 +277,8 @@ def flash_attn_kvcache(
         cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=device) * seqlen
     context_lens = filled if cache_leftpad is None else filled - cache_leftpad
     out, lse = _attend(
-        q, k_cache, v_cache, tables, cu_seqlens_q, context_lens,
-        max_seqlen_q=seqlen, window=window, num_splits=num_splits, kv_starts=cache_leftpad,
+        q, k_cache, v_cache, tables, cu_seqlens_q, context_lens, cache_leftpad,
+        max_seqlen_q=seqlen, window=window, num_splits=num_splits,
         paged=paged,
         scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, return_lse=return_lse,
     )  # fmt: skip

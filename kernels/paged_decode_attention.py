@@ -5,10 +5,13 @@ The query heads that share a KV head (GQA) are the rows of one tile and share it
 of a sequence are divided into chunks (flash-decoding), and a second kernel merges the chunks'
 partial states (split_states.py).
 
-The grid is persistent: programs take work items (chunk x KV head) round-robin. A program finds its
-next item by scanning the context lengths. So no program idles because of one long sequence among
-short ones, or because of padding in a captured graph. The chunks of a sequence depend only on its
-length (`kernels.tiles.Chunking`), so its result is bitwise the same in any batch.
+The grid is persistent. Few chunks are dealt out one by one: programs 0 to n - 1 take a chunk each,
+then programs n - 1 to 0, and so on. Of many chunks, a program takes a contiguous share of all
+tiles, rounded to whole chunks. Consecutive chunks of one sequence and KV head are one run of the
+loop over tiles, so the pipeline drains once per run and not once per chunk. Programs find their
+work by scanning the context lengths. So no program idles because of one long sequence among short
+ones, or because of padding in a captured graph. The chunks of a sequence depend only on its length
+(`kernels.tiles.Chunking`), so its result is bitwise the same in any batch.
 
 A program processes a chunk in tiles of TILE_N tokens, whatever the block size. It looks up the
 block id of every token, or one id per tile if no tile can cross the end of a block. The compiler's
@@ -58,6 +61,9 @@ from kernels.primitives import (
 from kernels.split_states import SplitStates, chunks_of, results_of, tiles_of
 from kernels.torch_ops import attention_op
 
+MAX_UNEVEN = 1.3
+"""Programs take shares of all tiles if rounding a share up to chunks of the longest sequence makes
+it at most this much larger. Otherwise they take turns at single chunks."""
 _TENSORS = attention_spec(
     "batch",
     Arg("block_tables", "batch max_blocks | batch num_kv_heads max_blocks", INT32),
@@ -67,23 +73,16 @@ _TENSORS = attention_spec(
 
 @triton.jit
 def _work_of(
-    row, by_chunks, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
+    num_keys, by_chunks, window_size, min_tiles, max_chunks,
     HEAD_TILES: tl.constexpr, TILE_N: tl.constexpr, USE_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Return the work of 64 rows from `row` in two halves: chunks if by_chunks, otherwise tiles.
-
-    Every warp computes all of it, so that sums need no shared memory or barriers.
-    """
-    halves = ()
-    for half in tl.static_range(2):
-        rows = row + 32 * half + tl.arange(0, 32)
-        num_keys = tl.load(context_lens_ptr + rows, mask=rows < batch, other=0)
-        if USE_WINDOW:
-            num_keys = tl.minimum(num_keys, window_size)
-        _, num_chunks = chunks_of(num_keys, min_tiles, max_chunks, TILE_N)
-        work = tl.where(by_chunks, num_chunks, tiles_of(num_keys, TILE_N))
-        halves += (tl.where(rows < batch, work * HEAD_TILES, 0),)
-    return halves
+    """Return the work of rows: chunks if by_chunks, otherwise tiles. num_keys < 0: no row."""
+    if USE_WINDOW:
+        num_keys = tl.minimum(num_keys, window_size)
+    _, work = chunks_of(num_keys, min_tiles, max_chunks, TILE_N)
+    if not by_chunks:
+        work = tiles_of(num_keys, TILE_N)
+    return tl.where(num_keys < 0, 0, work * HEAD_TILES)
 
 
 @triton.jit
@@ -92,8 +91,10 @@ def _locate(
     HEAD_TILES: tl.constexpr, TILE_N: tl.constexpr, USE_WINDOW: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Return the row of the work at `place`, which is counted from the beginning of `row`, and the
-    place counted from the beginning of the returned row. The row is >= batch past the last work.
+    """Return the row of the work at `place`, and the place within this row. The given place is
+    counted from the beginning of the given row. Past the last work the row is >= batch.
+
+    Every warp searches 64 rows at a time, without shared memory or barriers.
     """
     if not IS_SPLIT:
         row += (place.to(tl.uint32) // HEAD_TILES).to(tl.int32)
@@ -103,10 +104,15 @@ def _locate(
     work_32 = work
     searching = row < batch
     while searching:
-        work, work_32 = _work_of(
-            row, by_chunks, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
-            HEAD_TILES, TILE_N, USE_WINDOW,
-        )  # fmt: skip
+        rows, rows_32 = row + lanes, row + 32 + lanes
+        work = tl.load(context_lens_ptr + rows, mask=rows < batch, other=-1)
+        work_32 = tl.load(context_lens_ptr + rows_32, mask=rows_32 < batch, other=-1)
+        work = _work_of(
+            work, by_chunks, window_size, min_tiles, max_chunks, HEAD_TILES, TILE_N, USE_WINDOW
+        )
+        work_32 = _work_of(
+            work_32, by_chunks, window_size, min_tiles, max_chunks, HEAD_TILES, TILE_N, USE_WINDOW
+        )
         total = tl.sum(work + work_32, axis=0)
         searching = place >= total
         if searching:
@@ -130,25 +136,29 @@ def _locate(
 
 
 @triton.jit
-def _nearest_chunk(place, unit):
-    """Return the number of the chunk whose beginning is nearest to `place`."""
-    return ((2 * place + unit).to(tl.uint32) // (2 * unit).to(tl.uint32)).to(tl.int32)
+def _nearest_chunk(place, chunk_work):
+    """Return the chunk whose beginning is nearest to `place`, if every chunk has chunk_work."""
+    twice = (2 * chunk_work).to(tl.uint32)
+    return ((2 * place + chunk_work).to(tl.uint32) // twice).to(tl.int32)
 
 
 @triton.jit
 def _store_state(
-    out_ptr, lse_ptr, acc, acc_odd, row_max, row_sum, unit, v_factor, states, mask, head_mask,
-    HEAD_DIM: tl.constexpr, PAIRED_VALUES: tl.constexpr,
+    out_ptr, lse_ptr, acc, acc_odd, row_max, row_sum, unit, v_factor, state, num_states, mask,
+    head_mask, HEAD_DIM: tl.constexpr, PAIRED_VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Write the state of a chunk, see split_states.py."""
+    """Write the states of a chunk, see split_states.py. state: index of the first row's, int64."""
     if PAIRED_VALUES:
         acc = tl.reshape(tl.join(acc, acc_odd), mask.shape)
     if v_factor is not None:
         acc *= v_factor
-    out_ptrs = out_ptr + states[:, None] * HEAD_DIM + tl.arange(0, mask.shape[1])[None, :]
-    tl.store(out_ptrs, acc, mask=mask)
-    tl.store(lse_ptr + 2 * states, natural_max(row_max, unit), mask=head_mask)
-    tl.store(lse_ptr + 2 * states + 1, tl.sum(row_sum, axis=1), mask=head_mask)
+    # One wide address and narrow offsets take few registers from the loop over tiles.
+    offsets = tl.arange(0, mask.shape[0]) * num_states
+    elements = offsets[:, None] * HEAD_DIM + tl.arange(0, mask.shape[1])[None, :]
+    tl.store(out_ptr + state * HEAD_DIM + elements, acc, mask=mask)
+    sums_ptrs = lse_ptr + 2 * state + 2 * offsets
+    tl.store(sums_ptrs, natural_max(row_max, unit), mask=head_mask)
+    tl.store(sums_ptrs + 1, tl.sum(row_sum, axis=1), mask=head_mask)
 
 
 @triton.jit(
@@ -158,7 +168,8 @@ def _store_state(
     ]
 )  # fmt: skip
 def _paged_decode_kernel(
-    out_ptr, lse_ptr, q_ptr, k_cache_ptr, v_cache_ptr, block_tables_ptr, context_lens_ptr,
+    out_ptr, lse_ptr, counts_ptr, q_ptr, k_cache_ptr, v_cache_ptr,
+    block_tables_ptr, context_lens_ptr,
     alibi_slopes_ptr, sinks_ptr, k_scale, stride_k_scale, v_scale, stride_v_scale,
     scale, softcap, window_size,
     batch, min_tiles, max_chunks, first_state, num_states,
@@ -172,16 +183,17 @@ def _paged_decode_kernel(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     USE_WINDOW: tl.constexpr, NEGATIVE_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
-    IS_SPLIT: tl.constexpr, PAIRED_VALUES: tl.constexpr, PRECISION: tl.constexpr,
+    IS_SPLIT: tl.constexpr, MAY_RUN: tl.constexpr, MAX_UNEVEN: tl.constexpr,
+    PAIRED_VALUES: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program processes every num_programs-th work item. An item is TILE_M query heads of one KV
-    head x one chunk of one sequence.
+    """A program processes work items one after another: TILE_M query heads of one KV head x one
+    chunk, or a run of consecutive chunks, of one sequence.
 
-    Heads vary fastest between items, so programs that read adjacent memory run at the same time.
     IS_SPLIT: out and lse are the acc and sums of split states; chunk 0 of a row is its state number
-    first_state. Otherwise every sequence has one chunk, out and lse are the results, and lse_ptr
-    may be None.
+    first_state. counts: their numbers. Otherwise every sequence has one chunk, out and lse are the
+    results, and lse_ptr may be None.
+    MAY_RUN: programs take shares of all tiles if that is even enough, see `MAX_UNEVEN`.
     Strides of the caches are in bytes.
     BLOCK_SIZE 0: not paged. Entry 0 of a table row is the contiguous piece that holds the sequence.
     PAIRED_VALUES: read the values of an fp8 cache in pairs. Even and odd elements have separate
@@ -200,42 +212,52 @@ def _paged_decode_kernel(
     dim_mask = offs_d < HEAD_DIM
     offs_v = tl.arange(0, HEAD_DIM_PADDED // PAIR)
 
-    # Few chunks: in every round a program takes one. Otherwise it takes its share of all tiles.
-    place, left, by_chunks = tl.program_id(0), 1, True
+    # place: of the next work, counted from the first work of `seq`. remaining: work until the end.
+    place, by_chunks = tl.program_id(0), True
+    remaining = batch * HEAD_TILES * (num_states - first_state if IS_SPLIT else 1) - place
     step = 2 * (tl.num_programs(0) - place) - 1
-    if IS_SPLIT:
-        total = 0
-        for first_seq in range(0, batch, 64):
-            work, work_32 = _work_of(
-                first_seq, False, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
-                HEAD_TILES, TILE_N, USE_WINDOW,
-            )  # fmt: skip
-            total += tl.sum(work + work_32, axis=0)
-        share = total // tl.num_programs(0)
-        by_chunks = share < 3 * min_tiles
+    if MAY_RUN:
+        total, longest = 0, 0
+        for first_seq in range(0, batch, 256):
+            seqs = first_seq + tl.arange(0, 256)
+            num_keys = tl.load(context_lens_ptr + seqs, mask=seqs < batch, other=0)
+            if USE_WINDOW:
+                num_keys = tl.minimum(num_keys, window_size)
+            longest = tl.maximum(longest, tl.max(num_keys, axis=0))
+            total += tl.sum(tl.where(seqs < batch, tiles_of(num_keys, TILE_N), 0), axis=0)
+        total *= HEAD_TILES
+        share, longer = total // tl.num_programs(0), total % tl.num_programs(0)
+        chunk_tokens, _ = chunks_of(longest, min_tiles, max_chunks, TILE_N)
+        share_tokens = (share + (longer > 0).to(tl.int32)) * TILE_N
+        rounded = tl.cdiv(share_tokens, chunk_tokens) * chunk_tokens
+        by_chunks = rounded > share_tokens * MAX_UNEVEN
         if not by_chunks:
-            longer = total % tl.num_programs(0)
-            left = share + (place < longer).to(tl.int32)
+            remaining = share + (place < longer).to(tl.int32)
             place = place * share + tl.minimum(place, longer)
     seq, place = _locate(
         place * 0, place, by_chunks, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
         HEAD_TILES, TILE_N, USE_WINDOW, IS_SPLIT,
     )  # fmt: skip
+    context_len = tl.load(context_lens_ptr + seq, mask=seq < batch, other=0)
     while seq < batch:
-        context_len = tl.load(context_lens_ptr + seq)
         first = tl.maximum(context_len - window_size, 0) if USE_WINDOW else 0
         chunk_tokens, num_chunks = chunks_of(context_len - first, min_tiles, max_chunks, TILE_N)
-        head_tile, chunk, end_chunk, rest = place, 0, 1, 1
+        work, head_tile, chunk, end_chunk, rest = 1, place, 0, 1, 1
         if IS_SPLIT:
-            unit = tl.where(by_chunks, 1, chunk_tokens // TILE_N)
-            work = tl.where(by_chunks, num_chunks, tiles_of(context_len - first, TILE_N))
-            head_tile = (place.to(tl.uint32) // work.to(tl.uint32)).to(tl.int32)
-            begin = place - head_tile * work
-            rest = work - begin
-            chunk = _nearest_chunk(begin, unit)
-            end_chunk = num_chunks
-            if left < rest:
-                end_chunk = _nearest_chunk(begin + left, unit)
+            work = num_chunks
+            chunk = (place.to(tl.uint32) // HEAD_TILES).to(tl.int32)
+            head_tile = place - chunk * HEAD_TILES
+            end_chunk = chunk + 1
+            if not by_chunks:
+                # A share begins and ends with the chunks whose beginnings are nearest.
+                work = tiles_of(context_len - first, TILE_N)
+                head_tile = (place.to(tl.uint32) // work.to(tl.uint32)).to(tl.int32)
+                begin = place - head_tile * work
+                rest = work - begin
+                chunk = _nearest_chunk(begin, chunk_tokens // TILE_N)
+                end_chunk = num_chunks
+                if remaining < rest:
+                    end_chunk = _nearest_chunk(begin + remaining, chunk_tokens // TILE_N)
         kv_head = head_tile // M_TILES
         offs_m = head_tile % M_TILES * TILE_M + tl.arange(0, TILE_M)
         begin = first + chunk * chunk_tokens
@@ -244,6 +266,9 @@ def _paged_decode_kernel(
         heads = kv_head * GROUP_SIZE + offs_m
         head_mask = offs_m < GROUP_SIZE
         qo_mask = head_mask[:, None] & dim_mask[None, :]
+        if IS_SPLIT and chunk == 0:
+            counts_ptrs = counts_ptr + seq * NUM_Q_HEADS + heads
+            tl.store(counts_ptrs, first_state + num_chunks, mask=head_mask)
         q_ptrs = q_ptr + wide_product(seq, stride_q_seq)
         q_ptrs += wide_product(heads, stride_q_head)[:, None]
         q = tl.load(q_ptrs + offs_d[None, :], mask=qo_mask, other=0.0)  # [TILE_M, HEAD_DIM_PADDED]
@@ -256,7 +281,7 @@ def _paged_decode_kernel(
         qk_scale = scale * q_unit
         if k_scale is not None:
             qk_scale *= load_scale(k_scale, kv_head, stride_k_scale)
-        score_unit_ = score_unit(qk_scale, softcap, HAS_SOFTCAP, HAS_ALIBI)
+        unit = score_unit(qk_scale, softcap, HAS_SOFTCAP, HAS_ALIBI)
         k_ptr = add_bytes(k_cache_ptr, wide_product(kv_head, stride_k_head))
         v_ptr = add_bytes(v_cache_ptr, wide_product(kv_head, stride_v_head))
         table_ptr = block_tables_ptr + wide_product(seq, stride_table)
@@ -267,6 +292,8 @@ def _paged_decode_kernel(
         acc_odd = acc
         row_max = tl.full([TILE_M], float("-inf"), tl.float32)
         row_sum = tl.zeros([TILE_M, TILE_N], tl.float32)
+        first_head = seq * NUM_Q_HEADS + kv_head * GROUP_SIZE + head_tile % M_TILES * TILE_M
+        first_row_state = wide_product(first_head, num_states) + first_state
         v_factor = None
         if v_scale is not None:
             v_factor = load_scale(v_scale, kv_head, stride_v_scale)
@@ -298,42 +325,37 @@ def _paged_decode_kernel(
                 NEGATIVE_SCALE, HAS_SOFTCAP, HAS_ALIBI,
             )  # fmt: skip
             scores = tl.where(token_mask[None, :], scores, float("-inf"))
-            p, alpha, row_max, row_sum = online_softmax_weights(
-                scores, score_unit_, row_max, row_sum
-            )
+            p, alpha, row_max, row_sum = online_softmax_weights(scores, unit, row_max, row_sum)
             if PAIRED_VALUES:
                 even, odd = values_of_pairs(v, q.dtype)
                 acc = accumulate(p, even, acc, alpha, PRECISION)
                 acc_odd = accumulate(p, odd, acc_odd, alpha, PRECISION)
             else:
                 acc = accumulate(p, values_from_cache(v, q.dtype), acc, alpha, PRECISION)
-            if IS_SPLIT:
-                if (start + TILE_N == chunk_end) & (chunk_end < end):
-                    _store_state(
-                        out_ptr, lse_ptr, acc, acc_odd, row_max, row_sum, score_unit_, v_factor,
-                        wide_product(seq * NUM_Q_HEADS + heads, num_states) + first_state + chunk,
-                        qo_mask, head_mask, HEAD_DIM, PAIRED_VALUES,
-                    )  # fmt: skip
-                    chunk += 1
-                    chunk_end += chunk_tokens
-                    acc = tl.zeros([TILE_M, HEAD_DIM_PADDED // PAIR], tl.float32)
-                    acc_odd = tl.zeros([TILE_M, HEAD_DIM_PADDED // PAIR], tl.float32)
-                    row_max = tl.full([TILE_M], float("-inf"), tl.float32)
-                    row_sum = tl.zeros([TILE_M, TILE_N], tl.float32)
+            if MAY_RUN and (start + TILE_N == chunk_end) & (chunk_end < end):
+                _store_state(
+                    out_ptr, lse_ptr, acc, acc_odd, row_max, row_sum, unit, v_factor,
+                    first_row_state + chunk, num_states, qo_mask, head_mask, HEAD_DIM, False,
+                )  # fmt: skip
+                chunk += 1
+                chunk_end += chunk_tokens
+                acc = tl.zeros([TILE_M, HEAD_DIM_PADDED], tl.float32)
+                row_max = tl.full([TILE_M], float("-inf"), tl.float32)
+                row_sum = tl.zeros([TILE_M, TILE_N], tl.float32)
 
         if IS_SPLIT:
-            if chunk < end_chunk:
+            if not MAY_RUN or chunk < end_chunk:
                 _store_state(
-                    out_ptr, lse_ptr, acc, acc_odd, row_max, row_sum, score_unit_, v_factor,
-                    wide_product(seq * NUM_Q_HEADS + heads, num_states) + first_state + chunk,
-                    qo_mask, head_mask, HEAD_DIM, PAIRED_VALUES,
+                    out_ptr, lse_ptr, acc, acc_odd, row_max, row_sum, unit, v_factor,
+                    first_row_state + chunk, num_states, qo_mask, head_mask, HEAD_DIM,
+                    PAIRED_VALUES,
                 )  # fmt: skip
         else:
             if PAIRED_VALUES:
                 acc = tl.reshape(tl.join(acc, acc_odd), (TILE_M, HEAD_DIM_PADDED))
             if v_factor is not None:
                 acc *= v_factor
-            row_max, row_sum = natural_max(row_max, score_unit_), tl.sum(row_sum, axis=1)
+            row_max, row_sum = natural_max(row_max, unit), tl.sum(row_sum, axis=1)
             if sinks_ptr is not None:
                 sinks = tl.load(sinks_ptr + heads, mask=head_mask, other=0.0)
                 acc, row_max, row_sum = add_sinks(acc, row_max, row_sum, sinks)
@@ -345,16 +367,19 @@ def _paged_decode_kernel(
                 tl.store(lse_ptr + seq * NUM_Q_HEADS + heads, lse, mask=head_mask)
         if by_chunks:
             place += step
+            remaining -= step
             step = 2 * tl.num_programs(0) - step
         else:
             place += rest
-            left -= rest
-            if left <= 0:
-                seq = batch
-        seq, place = _locate(
-            seq, place, by_chunks, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
-            HEAD_TILES, TILE_N, USE_WINDOW, IS_SPLIT,
-        )  # fmt: skip
+            remaining -= rest
+        if remaining <= 0:
+            seq = batch
+        if place >= work * HEAD_TILES:
+            seq, place = _locate(
+                seq, place, by_chunks, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
+                HEAD_TILES, TILE_N, USE_WINDOW, IS_SPLIT,
+            )  # fmt: skip
+            context_len = tl.load(context_lens_ptr + seq, mask=seq < batch, other=0)
 
 
 def decode_chunking(
@@ -364,7 +389,8 @@ def decode_chunking(
     window_size: int | None,
     num_splits: int | None,
 ) -> tuple[tiles.AttentionTile, tiles.Chunking, int]:
-    """Return the tile, the chunking, and the maximum number of chunks that the tables allow."""
+    """Return `launch_decode`'s plan: tile, chunking, and the maximum number of chunks that the
+    tables allow."""
     num_q_heads, head_dim = q.shape[1:]
     num_kv_heads = k_cache.shape[2]
     group_size, target = num_q_heads // num_kv_heads, tiles.target_of(q.device)
@@ -384,11 +410,12 @@ def launch_decode(
     *,
     scale: float | None, window_size: int | None, softcap: float,
     alibi_slopes: torch.Tensor | None, sinks: torch.Tensor | None = None,
-    k_scale: Scale, v_scale: Scale, num_splits: int | None,
+    k_scale: Scale, v_scale: Scale, plan: tuple[tiles.AttentionTile, tiles.Chunking, int],
     paged: bool = True, states: SplitStates | None = None, first_state: int = 0,
 ) -> None:  # fmt: skip
     """Launch the kernel on checked arguments of `paged_decode_attention`. Further arguments:
 
+    plan: see `decode_chunking`.
     paged: False if the keys of a sequence are contiguous. The caches are then (num_pieces, slots,
         num_kv_heads, head_dim), and block_tables is (batch, 1), the piece of each sequence.
     states, first_state: split states to merge. This kernel writes a row's states first_state,
@@ -397,13 +424,15 @@ def launch_decode(
     batch, num_q_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
     group_size, target = num_q_heads // num_kv_heads, tiles.target_of(q.device)
-    tile, chunks, num_chunks = decode_chunking(q, k_cache, block_tables, window_size, num_splits)
+    tile, chunks, num_chunks = plan
     if states is None and num_chunks > 1:
         states = SplitStates.empty(q, num_chunks)
-    results = (out, lse) if states is None else (states.acc, states.sums)
+    results = (out, lse, None) if states is None else (states.acc, states.sums, states.counts)
     scale = head_dim**-0.5 if scale is None else scale
     pieces = batch * num_chunks * num_kv_heads * tiles.cdiv(group_size, tile.tile_m)
     programs = tiles.PROGRAMS_PER_MULTIPROCESSOR * target.num_multiprocessors
+    pairs = target.backend != "hip" and has_value_pairs(v_cache)
+    may_run = pieces > 4 * programs and not pairs  # with pairs, tiles would be slower
     launch(_paged_decode_kernel, (min(pieces, programs),),
         *results, q, cache_argument(k_cache), cache_argument(v_cache), block_tables, context_lens,
         alibi_slopes, sinks, *scale_arguments(k_scale), *scale_arguments(v_scale),
@@ -421,15 +450,13 @@ def launch_decode(
         NEGATIVE_SCALE=scale < 0,
         HAS_SOFTCAP=softcap > 0, HAS_ALIBI=alibi_slopes is not None,
         IS_SPLIT=states is not None,
-        PAIRED_VALUES=target.backend != "hip" and has_value_pairs(v_cache),
+        MAY_RUN=states is not None and may_run, MAX_UNEVEN=MAX_UNEVEN,
+        PAIRED_VALUES=pairs,
         PRECISION=tile.precision,
         **tiles.decode_options(tile, target), **tiles.pdl_options(q.device),
     )  # fmt: skip
     if states is not None:
-        states.merge_into(
-            out, lse, sinks=sinks, context_lens=context_lens, window_size=window_size,
-            chunks=chunks, first_chunk=first_state, tile_n=tile.tile_n,
-        )  # fmt: skip
+        states.merge_into(out, lse, sinks=sinks)
 
 
 @attention_op
@@ -495,8 +522,8 @@ def paged_decode_attention(
         for name, option in (("window_size", window_size), ("alibi_slopes", alibi_slopes)):
             if option is not None:
                 raise ValueError(
-                    f"{name}: expected None with block_tables of shape {tuple(block_tables.shape)}, "
-                    "as the positions of the selected tokens are unknown"
+                    f"{name}: expected None with block_tables of shape "
+                    f"{tuple(block_tables.shape)}, because positions of selected tokens are unknown"
                 )
     out, lse = results_of(q, out, return_lse)
     if sizes.batch:
@@ -504,6 +531,6 @@ def paged_decode_attention(
             out, lse, q, k_cache, v_cache, block_tables, context_lens,
             scale=scale, window_size=window_size, softcap=softcap,
             alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale,
-            num_splits=num_splits,
+            plan=decode_chunking(q, k_cache, block_tables, window_size, num_splits),
         )  # fmt: skip
     return out if lse is None else (out, lse)

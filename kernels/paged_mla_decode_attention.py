@@ -48,7 +48,7 @@ _TENSORS = TensorSpec(
 
 @triton.jit(do_not_specialize=["batch", "min_tiles", "max_chunks", "num_states", "stride_table"])
 def _paged_mla_decode_kernel(
-    out_ptr, lse_ptr, q_ptr, latent_cache_ptr, block_tables_ptr, context_lens_ptr,
+    out_ptr, lse_ptr, counts_ptr, q_ptr, latent_cache_ptr, block_tables_ptr, context_lens_ptr,
     scale, batch, min_tiles, max_chunks, num_states,
     stride_out_seq, stride_out_head,
     stride_q_seq, stride_q_head,
@@ -107,6 +107,8 @@ def _paged_mla_decode_kernel(
         tl.store(out_ptrs, acc, mask=head_mask[:, None])
         tl.store(lse_ptr + 2 * states, row_max, mask=head_mask)
         tl.store(lse_ptr + 2 * states + 1, row_sum, mask=head_mask)
+        if chunk == 0:
+            tl.store(counts_ptr + seq * NUM_HEADS + heads, num_chunks, mask=head_mask)
     else:
         out, lse = normalise(acc, row_max, row_sum)
         out_ptrs = out_ptr + wide_product(seq, stride_out_seq)
@@ -175,7 +177,7 @@ def paged_mla_decode_attention(
     chunks = tiles.chunking(head_tiles, num_splits)
     num_chunks = chunks.max_count(sizes.max_blocks * sizes.block_size, tile.tile_n)
     states = SplitStates.empty(latent_queries, num_chunks) if num_chunks > 1 else None
-    results = (out, lse) if states is None else (states.acc, states.sums)
+    results = (out, lse, None) if states is None else (states.acc, states.sums, states.counts)
     strides = [stride * latent_cache.itemsize for stride in latent_cache.stride()[:2]]
     launch(_paged_mla_decode_kernel, (head_tiles * sizes.batch * num_chunks,),
         *results, q, latent_cache, block_tables, context_lens,
@@ -187,5 +189,5 @@ def paged_mla_decode_attention(
         num_warps=tile.num_warps, num_stages=tile.num_stages, **tiles.pdl_options(q.device),
     )  # fmt: skip
     if states is not None:
-        states.merge_into(out, lse, context_lens=context_lens, chunks=chunks, tile_n=tile.tile_n)
+        states.merge_into(out, lse)
     return out if lse is None else (out, lse)

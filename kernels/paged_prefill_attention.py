@@ -113,7 +113,7 @@ def _products(q, k, PRECISION: tl.constexpr):
     ]
 )  # fmt: skip
 def _paged_prefill_kernel(
-    out_ptr, lse_ptr, q_ptr, k_cache_ptr, v_cache_ptr, block_tables_ptr,
+    out_ptr, lse_ptr, counts_ptr, q_ptr, k_cache_ptr, v_cache_ptr, block_tables_ptr,
     cu_seqlens_q_ptr, context_lens_ptr, kv_starts_ptr, suffix_lens_ptr,
     alibi_slopes_ptr, sinks_ptr, k_scale, stride_k_scale, v_scale, stride_v_scale,
     scale, softcap, window_left, window_right,
@@ -134,8 +134,8 @@ def _paged_prefill_kernel(
     """One program: TILE_M rows of one KV head of one sequence x one chunk of the keys they see.
 
     Grid (tiles, NUM_KV_HEADS, chunks).
-    IS_SPLIT: out and lse are the acc and sums of split states, see `states_of_sequence`. Otherwise
-    there is one chunk, out and lse are the results, and lse_ptr may be None.
+    IS_SPLIT: out and lse are the acc and sums of split states, see `states_of_sequence`. counts:
+    their numbers. Otherwise there is one chunk, out and lse are the results, lse_ptr may be None.
     min_tiles, max_chunks, chunk_queries: how the keys are divided, see `kernels.tiles.Chunking`.
     SEARCH_WIDTH 0: every sequence gets tiles_per_seq programs per KV head: one per tile or, if
     IS_SPLIT without suffix_lens, one per (chunk, tile) pair. Otherwise sequences are searched.
@@ -160,19 +160,19 @@ def _paged_prefill_kernel(
     first_token = tl.load(cu_seqlens_q_ptr + seq)
     num_queries = tl.load(cu_seqlens_q_ptr + seq + 1) - first_token
     num_rows = num_queries * GROUP_SIZE
-    chunk, num_chunks = tl.program_id(2), num_states
+    chunk, seq_chunks, row_states = tl.program_id(2), max_chunks, num_states
     first_state = first_token * num_states.to(tl.int64)
     if IS_SPLIT and not IS_PREFIX:
         if not SEARCH_WIDTH:
             num_tiles = tl.maximum(tl.cdiv(num_rows, TILE_M), 1)
             chunk = tile // num_tiles
             tile = tile % num_tiles
-        num_chunks, first_state = states_of_sequence(
+        seq_chunks, first_state = states_of_sequence(
             seq, first_token, num_queries, num_states, max_chunks, chunk_queries, seq_states
         )
-        if chunk >= num_chunks:
+        if chunk >= seq_chunks:
             return
-        max_chunks = num_chunks
+        row_states = seq_chunks
     first_state *= NUM_Q_HEADS
     first_row = tile * TILE_M
     if first_row >= num_rows:
@@ -207,15 +207,16 @@ def _paged_prefill_kernel(
         seen_by_all = tl.minimum(first_position + window_right + 1, context_len)
     if IS_SPLIT:
         first_split = 0 if IS_PREFIX else begin
-        split_tokens, _ = chunks_of(end - first_split, min_tiles, max_chunks, TILE_N)
+        split_tokens, num_chunks = chunks_of(end - first_split, min_tiles, seq_chunks, TILE_N)
         split_begin = first_split + chunk * split_tokens
         begin = tl.maximum(begin, split_begin)
         end = tl.minimum(split_begin + split_tokens, end)
-        if not IS_PREFIX and begin >= end:  # with IS_PREFIX registers are too few for this exit
-            states = first_state + (queries * NUM_Q_HEADS + heads).to(tl.int64) * num_chunks + chunk
-            tl.store(lse_ptr + 2 * states, float("-inf"), mask=row_mask)
-            tl.store(lse_ptr + 2 * states + 1, 0.0, mask=row_mask)
-            return
+        if not IS_PREFIX:
+            if chunk == 0:
+                counts_ptrs = counts_ptr + tokens.to(tl.int64) * NUM_Q_HEADS + heads
+                tl.store(counts_ptrs, tl.where(begin < end, num_chunks, 0), mask=row_mask)
+            if begin >= end:
+                return
         full_begin = tl.maximum(full_begin, begin)
         seen_by_all = tl.minimum(seen_by_all, end)
     full_end = full_begin + tl.maximum(seen_by_all - full_begin, 0) // TILE_N * TILE_N
@@ -310,7 +311,7 @@ def _paged_prefill_kernel(
     row_max = natural_max(row_max, unit)
     if IS_SPLIT:
         # Computed again: keeping it from above would take registers in the loop.
-        states = first_state + (queries * NUM_Q_HEADS + heads).to(tl.int64) * num_chunks + chunk
+        states = first_state + (queries * NUM_Q_HEADS + heads).to(tl.int64) * row_states + chunk
         tl.store(out_ptr + states[:, None] * HEAD_DIM + offs_d[None, :], acc, mask=qo_mask)
         tl.store(lse_ptr + 2 * states, row_max, mask=row_mask)
         tl.store(lse_ptr + 2 * states + 1, row_sum, mask=row_mask)
@@ -400,7 +401,7 @@ def launch_prefill(
         if is_uniform:
             grid = batch * tiles_per_seq, num_kv_heads, 1
         seq_states = min(max_seqlen_q * num_chunks, chunks.queries * chunks.max_chunks)
-        states = SplitStates.empty(q[:1], min(total_q * num_chunks, batch * seq_states))
+        states = SplitStates.empty(q, min(total_q * num_chunks, batch * seq_states), num_rows=1)
         out, lse, num_states = states.acc, states.sums, num_chunks
     scale = head_dim**-0.5 if scale is None else scale
     is_plain = alibi_slopes is sinks is kv_starts is suffix_lens is None and softcap == 0
@@ -415,7 +416,8 @@ def launch_prefill(
     # tcgen05 read the copied rows without a fence (fence.proxy.async) after the copies.
     num_stages = tile.num_stages if _has_aligned_rows(k_cache) == _has_aligned_rows(v_cache) else 1
     launch(_paged_prefill_kernel, grid,
-        out, lse, q, cache_argument(k_cache), cache_argument(v_cache), block_tables,
+        out, lse, states.counts if merges else None,
+        q, cache_argument(k_cache), cache_argument(v_cache), block_tables,
         cu_seqlens_q, context_lens, kv_starts, suffix_lens,
         alibi_slopes, sinks, *scale_arguments(k_scale), *scale_arguments(v_scale),
         scale, softcap,

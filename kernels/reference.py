@@ -9,6 +9,7 @@ the host and synchronise freely.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -219,7 +220,7 @@ def paged_decode_attention(
         lse = torch.empty(q.shape[:2], dtype=q.dtype, device=q.device)
         out = torch.empty_like(q) if out is None else out
         for head, rows in enumerate(torch.arange(q.shape[1]).chunk(num_kv_heads)):
-            own = {"k_scale": k_scale, "v_scale": v_scale}
+            own: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale}
             for name, factor in own.items():
                 if isinstance(factor, torch.Tensor) and factor.numel() > 1:
                     own[name] = factor[head]

@@ -151,8 +151,8 @@ def shared_prefix_decode_attention(
         num_prefix_splits = prefix_num_splits(
             num_tiles * num_kv_heads, max_tokens, tile.tile_n, target
         )
-    *_, num_chunks = decode_chunking(q, k_cache, suffix_block_tables, window_size, num_splits)
-    states = SplitStates.empty(q, num_prefix_splits + num_chunks)
+    plan = decode_chunking(q, k_cache, suffix_block_tables, window_size, num_splits)
+    states = SplitStates.empty(q, num_prefix_splits + plan[-1])
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes}
     options |= {"k_scale": k_scale, "v_scale": v_scale}
     attended = (q, k_cache, v_cache)
@@ -163,7 +163,7 @@ def shared_prefix_decode_attention(
     )  # fmt: skip
     launch_decode(
         out, lse, *attended, suffix_block_tables, suffix_lens,
-        window_size=window_size, sinks=sinks, num_splits=num_splits,
+        window_size=window_size, sinks=sinks, plan=plan,
         states=states, first_state=num_prefix_splits, **options,
     )  # fmt: skip
     return out if lse is None else (out, lse)

@@ -6,9 +6,8 @@ values. Attention over all keys is
 
     out = sum_s w_s acc_s / sum_s w_s l_s    with w_s = exp(m_s - max m)
 
-States do not hold the LSE m_s + log(l_s), because a large m_s would round l_s away. A split without
-keys has m_s = -inf and l_s = 0; its acc_s is neither written nor read. Decode writes no states past
-the last chunk of a short sequence. The merge computes the number of chunks.
+States do not hold the LSE m_s + log(l_s), because a large m_s would round l_s away. The program of
+a row's first split also writes how many states the row has. Later states are not written.
 """
 
 from __future__ import annotations
@@ -77,30 +76,25 @@ def states_of_sequence(
 
 @triton.jit(
     do_not_specialize=[
-        "batch", "num_splits", "first_chunk", "window_size", "min_tiles", "max_chunks",
-        "chunk_queries", "seq_states",
+        "batch", "num_splits", "max_chunks", "chunk_queries", "seq_states",
     ]
 )  # fmt: skip
 def _merge_splits_kernel(
-    out_ptr, lse_ptr, partial_acc_ptr, partial_sums_ptr, sinks_ptr, cu_seqlens_ptr,
-    context_lens_ptr,
-    batch, num_splits, first_chunk, window_size, min_tiles, max_chunks, chunk_queries, seq_states,
+    out_ptr, lse_ptr, partial_acc_ptr, partial_sums_ptr, counts_ptr, sinks_ptr, cu_seqlens_ptr,
+    batch, num_splits, max_chunks, chunk_queries, seq_states,
     stride_out_token, stride_out_head,
     NUM_Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr,
-    TILE_SPLITS: tl.constexpr, TILE_N: tl.constexpr, SEARCH_WIDTH: tl.constexpr,
-    PDL: tl.constexpr,
+    TILE_SPLITS: tl.constexpr, SEARCH_WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge one query head's states of one token, in order. Grid (num_tokens * NUM_Q_HEADS).
 
     With cu_seqlens_ptr, prefill wrote the states, see `states_of_sequence`. Tokens at or after
-    cu_seqlens[batch] are padding without states. Otherwise each row has num_splits states. With
-    context_lens_ptr, states first_chunk, first_chunk + 1, ... belong to the chunks of the last
-    window_size keys. States after the last chunk were not written.
+    cu_seqlens[batch] are padding without states. Otherwise each row has room for num_splits states.
     """
     await_launches_before(PDL)
     row = tl.program_id(0).to(tl.int64)
     token, head = row // NUM_Q_HEADS, row % NUM_Q_HEADS
-    num_written, first_state = num_splits, row * num_splits
+    first_state = row * num_splits
     if cu_seqlens_ptr is not None:
         if token >= tl.load(cu_seqlens_ptr + batch):
             return
@@ -111,15 +105,12 @@ def _merge_splits_kernel(
             seq += tl.sum((ends <= token).to(tl.int32))
         first_token = tl.load(cu_seqlens_ptr + seq)
         num_queries = tl.load(cu_seqlens_ptr + seq + 1) - first_token
-        num_written, first_state = states_of_sequence(
+        seq_chunks, first_state = states_of_sequence(
             seq, first_token, num_queries, num_splits, max_chunks, chunk_queries, seq_states
         )
-        first_state += (token - first_token) * num_written
-        first_state = first_state * NUM_Q_HEADS + head * num_written
-    if context_lens_ptr is not None:
-        num_keys = tl.minimum(tl.load(context_lens_ptr + token), window_size)
-        _, num_chunks = chunks_of(num_keys, min_tiles, max_chunks, TILE_N)
-        num_written = first_chunk + num_chunks
+        first_state += (token - first_token) * seq_chunks
+        first_state = first_state * NUM_Q_HEADS + head * seq_chunks
+    num_written = tl.load(counts_ptr + row)
     offs_d = tl.arange(0, HEAD_DIM_PADDED)
     dim_mask = offs_d < HEAD_DIM
     acc = tl.zeros([1, HEAD_DIM_PADDED], tl.float32)
@@ -167,44 +158,42 @@ class SplitStates:
     of states; `states_of_sequence` divides this memory among them."""
     sums: torch.Tensor
     """(num_tokens, num_q_heads, num_splits, 2) fp32: m (in natural-log units) and l."""
+    counts: torch.Tensor
+    """(num_tokens, num_q_heads) int32: number of states of each row."""
 
     @classmethod
-    def empty(cls, q: torch.Tensor, num_splits: int) -> SplitStates:
-        """Allocate states for queries q of shape (num_tokens, num_q_heads, head_dim)."""
+    def empty(cls, q: torch.Tensor, num_splits: int, num_rows: int | None = None) -> SplitStates:
+        """Allocate num_splits states for each row and head of q, (num_tokens, num_q_heads,
+        head_dim), or for num_rows rows if states are packed."""
         num_tokens, num_q_heads, head_dim = q.shape
-        states = (num_tokens, num_q_heads, num_splits)
-        return cls(*(q.new_empty(*states, n, dtype=torch.float32) for n in (head_dim, 2)))
+        states = (num_tokens if num_rows is None else num_rows, num_q_heads, num_splits)
+        acc, sums = (q.new_empty(*states, n, dtype=torch.float32) for n in (head_dim, 2))
+        return cls(acc, sums, q.new_empty(q.shape[:2], dtype=torch.int32))
 
     def merge_into(
         self, out: torch.Tensor, lse: torch.Tensor | None,
         *,
-        sinks: torch.Tensor | None = None, chunks: Chunking | None = None,
-        cu_seqlens: torch.Tensor | None = None, num_splits: int = 0, seq_states: int = 0,
-        context_lens: torch.Tensor | None = None, window_size: int | None = None,
-        first_chunk: int = 0, tile_n: int = 0,
+        sinks: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None,
+        num_splits: int = 0, chunks: Chunking | None = None, seq_states: int = 0,
     ) -> None:  # fmt: skip
         """Write the attention over all keys to out, (num_tokens, num_q_heads, head_dim), and the
         natural-log LSE to lse, (num_tokens, num_q_heads) fp32.
 
-        sinks: (num_q_heads,) logits that join the denominator. chunks: how keys are divided.
-        cu_seqlens: (batch + 1,) int32 if the states have prefill's packed layout. num_splits and
-        seq_states are then as in `states_of_sequence`. No output is written for tokens at or after
-        cu_seqlens[-1]. context_lens: (num_tokens,) int32 if decode wrote states first_chunk,
-        first_chunk + 1, ...: those of each token's last window_size keys in tiles of tile_n.
+        sinks: (num_q_heads,) logits that join the denominator. cu_seqlens: (batch + 1,) int32 if
+        the states have prefill's packed layout; num_splits, chunks and seq_states are then as in
+        `states_of_sequence`. No output is written for tokens at or after cu_seqlens[-1].
         """
         num_tokens, num_q_heads, head_dim = out.shape
         head_dim_padded = padded_dim(head_dim)
         tile = merge_tile(head_dim_padded)
         chunks = chunks or Chunking(0, 0)
         launch(_merge_splits_kernel, (num_tokens * num_q_heads,),
-            out, lse, self.acc, self.sums, sinks, cu_seqlens, context_lens,
+            out, lse, self.acc, self.sums, self.counts, sinks, cu_seqlens,
             0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-            num_splits or self.sums.shape[2], first_chunk,
-            2**31 - 1 if window_size is None else window_size,
-            chunks.min_tiles, chunks.max_chunks, chunks.queries, seq_states,
+            num_splits or self.sums.shape[2], chunks.max_chunks, chunks.queries, seq_states,
             *out.stride()[:2],
             NUM_Q_HEADS=num_q_heads, HEAD_DIM=head_dim, HEAD_DIM_PADDED=head_dim_padded,
-            TILE_SPLITS=tile.rows, TILE_N=tile_n, SEARCH_WIDTH=_SEARCH_WIDTH,
+            TILE_SPLITS=tile.rows, SEARCH_WIDTH=_SEARCH_WIDTH,
             num_warps=tile.num_warps, **pdl_options(out.device),
         )  # fmt: skip
 

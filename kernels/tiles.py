@@ -251,7 +251,7 @@ def decode_options(tile: AttentionTile, target: Target) -> dict[str, int]:
 @dataclass(frozen=True)
 class Chunking:
     """How the keys that a query sees are divided: into at most `max_chunks` equal chunks, each of
-    at least `min_tiles` tiles.
+    at least `min_tiles` tiles. In prefill, max_chunks is for sequences of up to `queries` queries.
 
     The division depends only on the number of these keys. So a sequence's result is bitwise the
     same whatever else is in the batch and however wide the tables are. `split_states.chunks_of`
@@ -261,7 +261,7 @@ class Chunking:
     min_tiles: int
     max_chunks: int
     queries: int = 2**30
-    """Prefill only: `max_chunks` is divided by ceil(num_queries / queries)."""
+    """Prefill: a sequence has at most max_chunks // ceil(num_queries / queries) chunks."""
 
     def max_count(self, max_tokens: int, tile_n: int) -> int:
         """Maximum number of chunks for up to max_tokens keys; at least 1."""

@@ -28,6 +28,7 @@ TABLES = {
 _TEXTS = {"gpu", "engine", "kernel", "phase", "kv_dtype", "backend", "model", "card"}
 _TEXTS |= {"arch", "source", "case", "title", "x_label", "unit", "half", "kind"}
 _MAY_BE_0 = {"tile_trips", "wavefronts", "spills", "x", "host_ms", "output_tokens", "tokens"}
+_MAY_BE_0 |= {"start_cycles", "start_trips", "search_cycles", "search_trips", "state_cycles"}
 
 
 @functools.cache

@@ -20,6 +20,8 @@ _EXTEND_TILES = {
 """Queries and keys per tile of SGLang's prefill, by GPU and head_dim."""
 _SEARCHED, _SEARCH_CYCLES = 64, 310
 """Number of sequences that our decode searches at a time, and the cycles in the SASS of sm_90."""
+_RUN_TILES = 3
+"""A run of chunks costs about as much time as three tiles, which decides the longest program."""
 
 
 def launches(rows: pd.DataFrame) -> pd.DataFrame:
@@ -119,20 +121,71 @@ def _pagelab(row: Any, gpu: Any) -> Launch:
         tile = tiles.prefill_tile(row.head_dim, torch.bfloat16, target, size)
         blocks, longest, work = _causal(row.context_tokens, tile.tile_m // group, tile.tile_n)
         programs, work = (row.batch_size * row.kv_heads * each for each in (blocks, work))
-        items, search, asked = 1, 0, work * tile.tile_n * token_bytes
+        items, search, states, searches, asked = 1, 0, 0, 0, work * tile.tile_n * token_bytes
         moved += sum(lengths) * row.q_heads * 4 * row.head_dim
     else:
         tile = tiles.decode_tile(group, row.head_dim, torch.bfloat16, target, size)
-        pieces, heads = [], _cdiv(group, tile.tile_m)
-        for length in lengths:
-            chunks = tiles.chunking(row.kv_heads).max_count(length, tile.tile_n)
-            pieces += [_cdiv(length, tile.tile_n * chunks)] * (chunks * row.kv_heads * heads)
-        programs = min(len(pieces), tiles.PROGRAMS_PER_MULTIPROCESSOR * gpu.multiprocessors)
-        of_each = np.bincount(np.arange(len(pieces)) % programs, weights=pieces)
-        longest, work = int(of_each.max()), sum(pieces)
-        items = _cdiv(len(pieces) - int(of_each.argmax()), programs)
-        has_later = len(pieces) > row.batch_size * row.kv_heads * heads  # chunks after the first
-        search = has_later * _SEARCH_CYCLES * _cdiv(row.batch_size, _SEARCHED)
+        heads, chunks = _cdiv(group, tile.tile_m), tiles.chunking(row.kv_heads)
+        programs = tiles.PROGRAMS_PER_MULTIPROCESSOR * gpu.multiprocessors
+        of_each, may_run = _decode_programs(
+            lengths, row.kv_heads * heads, chunks, tile.tile_n, programs, size == 1
+        )
+        is_split = chunks.max_count(max(lengths), tile.tile_n) > 1
+        name += (" runs" if may_run else " split") * is_split
+        programs, work = len(of_each), int(of_each[:, 0].sum())
+        slowest = max(of_each, key=lambda x: x[0] + _RUN_TILES * x[1])
+        longest, items, ended, searches = map(int, slowest)
+        search = is_split * 2 * _SEARCH_CYCLES * (_cdiv(row.batch_size, _SEARCHED) - 1)
+        states = ended - items
         asked = moved * heads
     flops = 4 * tile.tile_m * tile.tile_n * row.head_dim
-    return Launch(name, programs, 0, longest, work, 3, flops, asked, moved, items, search)
+    return Launch(
+        name, programs, 0, longest, work, 3, flops, asked, moved, items, search, states, searches
+    )
+
+
+def _decode_programs(
+    lengths: list[int], heads: int, chunks: Any, tile_n: int, most: int, is_fp8: bool
+) -> tuple[np.ndarray, bool]:
+    """Tiles, runs, chunks and searches of each program of our decode kernel with work, (programs,
+    4), as the kernel assigns them, and whether it may run over chunks. heads: tiles of rows of a
+    sequence. most: maximum number of programs."""
+    from kernels.paged_decode_attention import MAX_UNEVEN
+
+    num_tiles = [max(1, _cdiv(length, tile_n)) for length in lengths]
+    each = [max(chunks.min_tiles, _cdiv(tiles, chunks.max_chunks)) for tiles in num_tiles]
+    pieces = len(lengths) * heads * chunks.max_count(max(lengths), tile_n)
+    programs, total = min(most, pieces), sum(num_tiles) * heads
+    begins = [np.arange(0, tiles, one) for tiles, one in zip(num_tiles, each, strict=True)]
+    sizes = [np.diff(begin, append=tiles) for begin, tiles in zip(begins, num_tiles, strict=True)]
+    may_run = not is_fp8 and max(map(len, begins)) > 1 and pieces > 4 * programs
+    share, longest = _cdiv(total, programs), max(each)
+    if not may_run or _cdiv(share, longest) * longest > share * MAX_UNEVEN:
+        size = np.concatenate([np.repeat(one, heads) for one in sizes])
+        turn, program = np.divmod(np.arange(len(size)), programs)
+        program = np.where(turn % 2, programs - 1 - program, program)
+        run = row = np.arange(len(size))
+    else:
+        size = np.concatenate([np.tile(one, heads) for one in sizes])
+        run = np.repeat(np.arange(len(lengths) * heads), np.repeat([*map(len, sizes)], heads))
+        head_begins = np.cumsum(np.repeat(num_tiles, heads)) - np.repeat(num_tiles, heads)
+        # A share begins with the chunk whose beginning is nearest.
+        middles = [
+            np.tile(np.minimum(begin + one / 2, tiles), heads)
+            for begin, one, tiles in zip(begins, each, num_tiles, strict=True)
+        ]
+        ends = np.arange(1, programs + 1)
+        ends = ends * (total // programs) + np.minimum(ends, total % programs)
+        program = np.searchsorted(ends, head_begins[run] + np.concatenate(middles))
+        row = run // heads
+    table = np.zeros((programs, 4), int)
+    np.add.at(table[:, 0], program, size)
+    for column, kind in ((1, run), (2, np.arange(len(size))), (3, row)):
+        np.add.at(table[:, column], np.unique(np.stack([program, kind]), axis=1)[0], 1)
+    if run is row:  # no search if no table has room for a next chunk
+        turn, program = table[:, 2], np.arange(programs)
+        position = turn * programs + np.where(turn % 2, programs - 1 - program, program)
+        table[:, 3] -= position >= pieces
+    else:
+        table[:, 3] -= 1
+    return table[table[:, 0] > 0], may_run
