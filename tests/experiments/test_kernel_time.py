@@ -6,11 +6,17 @@ import pytest
 from experiments import gpu_times
 from experiments.kernel_time import launch, model, sass
 from experiments.kernel_time.model import Constants, Launch
+from kernels.tiles import Chunking
 
 CODE = {
     "kernel": "one",
     "programs": 2,
     "warps": 4,
+    "start_cycles": 0,
+    "start_trips": 0,
+    "search_cycles": 351,
+    "search_trips": 0,
+    "state_cycles": 175.5,
     "fixed_cycles": 1755,
     "fixed_trips": 1,
     "tile_cycles": 3510,
@@ -34,8 +40,8 @@ def test_a_program_takes_its_cycles_and_round_trips_to_l2(monkeypatch):
     one = Launch("one", 1, 0, tiles=10, work=10, launches=2, tile_flops=0, asked=1, moved=1)
     trip = 0.3  # of 1 us
     assert times(monkeypatch, one) == pytest.approx(1 + trip + 10 * (2 + 2 * trip), rel=1e-3)
-    more = one._replace(items=3, cycles=1755, launches=4)
-    added = 2 * (1 + trip) + 1 + 2 * model.LAUNCH_US
+    more = one._replace(items=3, cycles=1755, launches=4, states=4, searches=2)
+    added = 2 * (1 + trip) + 1 + 2 * model.LAUNCH_US + 4 * 0.1 + 2 * 0.2
     assert times(monkeypatch, more) == pytest.approx(times(monkeypatch, one) + added)
 
 
@@ -64,6 +70,20 @@ def test_cycles_follow_the_control_codes():
     store = sass.Instruction(32, "STG.E R1", "STG.E", 5, (7, 7), 0)
     assert sass.cycles([load, add, store], 300) == 300 + 4 + 5
     assert sass.cycles([load, add, store], 300, passes=3) == 309
+
+
+def test_programs_of_decode_take_turns_at_chunks_or_shares_of_tiles():
+    """Chunks have 16 tiles of 64 tokens. Programs: (tiles, runs, chunks, searches)."""
+    even, may_run = launch._decode_programs([4096] * 3, 2, Chunking(16, 32), 64, 4, False)
+    assert may_run
+    assert even[:, :3].tolist() == [[96, 2, 6]] * 4
+    turns, may_run = launch._decode_programs([4096, 1000], 2, Chunking(16, 32), 64, 4, False)
+    assert not may_run
+    assert turns[:, 0].tolist() == [48, 48, 32, 32]
+    for lengths in ([64000, 900, 900, 3000], [5000] * 9, [70_000, *[1100] * 30]):
+        table, _ = launch._decode_programs(lengths, 3, Chunking(16, 32), 64, 10, False)
+        assert table[:, 0].sum() == 3 * sum(-(-length // 64) for length in lengths)
+        assert table[:, 0].max() <= 1.5 * table[:, 0].mean()
 
 
 def test_measured_rows_are_launched_as_their_engines_do():

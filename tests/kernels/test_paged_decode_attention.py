@@ -4,12 +4,17 @@ Every batch has shuffled block tables with garbage padding, and NaN or Inf in ev
 not matter.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from attention_ops import OPS, select
+from hypothesis import given
+from hypothesis import strategies as st
 from op_calls import same
 
 from kernels.fp8_cache import FP8_DTYPE
+from kernels.tiles import force_target, target_of
 
 DECODE = OPS["decode"]
 
@@ -33,6 +38,27 @@ def test_more_splits_than_the_merge_reads_at_a_time(device):
     last = call["block_tables"][0, 1099 // 16], 1099 % 16
     call["k_cache"][last] = call["q"][0] / 2
     DECODE.assert_matches_reference(call, num_splits=100)
+
+
+@given(
+    lengths=st.lists(st.sampled_from((0, 1, 40, 130, 400)), min_size=1, max_size=7),
+    num_heads=st.sampled_from((1, 3)),
+    num_splits=st.integers(2, 9),
+    window_size=st.sampled_from((None, 170)),
+    seed=st.integers(0, 9),
+)
+def test_any_number_of_programs_computes_every_chunk(
+    lengths, num_heads, num_splits, window_size, seed
+):
+    """Programs take chunks in turns or shares of all tiles, see `MAX_UNEVEN`."""
+    shape = {"num_q_heads": num_heads, "num_kv_heads": num_heads, "head_dim": 16, "seed": seed}
+    call = DECODE.call("cpu", lengths, window_size=window_size, **shape)
+    DECODE.assert_matches_reference(call, num_splits)
+    usual = DECODE.run(call, num_splits)
+    for multiprocessors in (2, 3, 9):
+        target = replace(target_of(call["q"].device), num_multiprocessors=multiprocessors)
+        with force_target(target):
+            assert same(DECODE.run(call, num_splits), usual)
 
 
 def test_later_chunks_are_found_in_a_large_batch(device):
