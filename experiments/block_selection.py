@@ -106,7 +106,8 @@ class Selecting:
         ranks = ranks.float().masked_fill(columns == last, torch.inf)
         ranks = ranks.masked_fill(columns > last, -torch.inf)
         places = ranks.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-        chosen = places < (self.share * (last + 1)).ceil()  # (num_kv_heads, num_queries, blocks)
+        budget = (self.share * (last + 1).double() - 1e-9).ceil()
+        chosen = places < budget  # (num_kv_heads, num_queries, blocks)
         mass = (by_block * chosen[:, None]).sum(dim=-1)
         weights.mul_(chosen.repeat_interleave(size, dim=-1)[:, None])
         out = weights @ v.transpose(0, 1)[:, None] / mass[..., None]
@@ -119,6 +120,11 @@ def run_cell(cell: BlockSelection) -> list[dict[str, Any]]:
     from models.attention import make_backend
     from models.runner import make_kv_cache
 
+    if cell.decoded_tokens >= cell.window_tokens:
+        raise ValueError(
+            f"--decoded-tokens: expected fewer than --window-tokens={cell.window_tokens}, got "
+            f"{cell.decoded_tokens}"
+        )
     llm = _load(cell.model, cell.window_tokens, cell.threads)
     text, start = engine_models.prose_tokens(llm), (cell.window - 1) * cell.window_tokens
     ids = torch.tensor(text[start : start + cell.window_tokens + 1])

@@ -62,8 +62,9 @@ from kernels.split_states import SplitStates, chunks_of, results_of, tiles_of
 from kernels.torch_ops import attention_op
 
 MAX_UNEVEN = 1.3
-"""Programs take shares of all tiles if rounding a share up to chunks of the longest sequence makes
-it at most this much larger. Otherwise they take turns at single chunks."""
+"""Programs take shares of all tiles if a share, rounded up to chunks of the longest sequence, is at
+most this many times as large. Otherwise they take turns at single chunks. This estimates the
+longest share: a share may gain a part of a chunk at both ends."""
 _TENSORS = attention_spec(
     "batch",
     Arg("block_tables", "batch max_blocks | batch num_kv_heads max_blocks", INT32),

@@ -6,7 +6,6 @@ The group that is furthest behind runs first, but a group whose test of an mbarr
 after all others. With a seed, random warps of a group (warp groups, for wgmma) run in random turns,
 and programs enter batches in random order. The result of a correct kernel does not depend on the
 order. Most faults are found in any order, because the checks look for missing barriers and waits.
-
 """
 
 import functools
