@@ -172,7 +172,7 @@ def flash_attn_varlen(
         q, k_cache, v_cache, block_table, None if single_queries else cu_seqlens_q, context_lens,
         cu_seqlens_k[:-1] if block_table is None else None,
         max_seqlen_q=max_seqlen_q, window=window,
-        paged=block_table is not None, max_seqlen_k=max_seqlen_k,
+        paged=block_table is not None, max_seqlen_k=None if single_queries else max_seqlen_k,
         scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, return_lse=return_lse,
     )  # fmt: skip
     return out, _heads_first(lse) if return_lse else lse

@@ -5,13 +5,14 @@ The query heads that share a KV head (GQA) are the rows of one tile and share it
 of a sequence are divided into chunks (flash-decoding), and a second kernel merges the chunks'
 partial states (split_states.py).
 
-The grid is persistent. Few chunks are dealt out one by one: programs 0 to n - 1 take a chunk each,
-then programs n - 1 to 0, and so on. Of many chunks, a program takes a contiguous share of all
-tiles, rounded to whole chunks. Consecutive chunks of one sequence and KV head are one run of the
-loop over tiles, so the pipeline drains once per run and not once per chunk. Programs find their
-work by scanning the context lengths. So no program idles because of one long sequence among short
-ones, or because of padding in a captured graph. The chunks of a sequence depend only on its length
-(`kernels.tiles.Chunking`), so its result is bitwise the same in any batch.
+The grid is persistent. Programs 0 to n - 1 take a chunk each, then programs n - 1 to 0, and so on.
+If there are many chunks and shares would be even, a program instead takes a contiguous share of all
+tiles, rounded to whole chunks (not for fp8 values in pairs). Consecutive chunks of one sequence and
+KV head are one run of the loop over tiles, so the pipeline drains once per run and not once per
+chunk. Programs find their work by scanning the context lengths. So no program idles because of one
+long sequence among short ones, or because of padding in a captured graph. The chunks of a sequence
+depend only on its length (`kernels.tiles.Chunking`), so its result is bitwise the same in any
+batch.
 
 A program processes a chunk in tiles of TILE_N tokens, whatever the block size. It looks up the
 block id of every token, or one id per tile if no tile can cross the end of a block. The compiler's
@@ -267,7 +268,7 @@ def _paged_decode_kernel(
         heads = kv_head * GROUP_SIZE + offs_m
         head_mask = offs_m < GROUP_SIZE
         qo_mask = head_mask[:, None] & dim_mask[None, :]
-        if IS_SPLIT and chunk == 0:
+        if IS_SPLIT and (chunk == 0) & (chunk < end_chunk):
             counts_ptrs = counts_ptr + seq * NUM_Q_HEADS + heads
             tl.store(counts_ptrs, first_state + num_chunks, mask=head_mask)
         q_ptrs = q_ptr + wide_product(seq, stride_q_seq)
@@ -433,7 +434,10 @@ def launch_decode(
     pieces = batch * num_chunks * num_kv_heads * tiles.cdiv(group_size, tile.tile_m)
     programs = tiles.PROGRAMS_PER_MULTIPROCESSOR * target.num_multiprocessors
     pairs = target.backend != "hip" and has_value_pairs(v_cache)
-    may_run = pieces > 4 * programs and not pairs  # with pairs, tiles would be slower
+    max_work = batch * num_kv_heads * tiles.cdiv(group_size, tile.tile_m) * block_tables.shape[-1]
+    max_work *= tiles.cdiv(k_cache.shape[1], tile.tile_n)  # at least all tiles; fits 32 bits
+    # With pairs, the tiles of runs would be slower.
+    may_run = 4 * programs < pieces and max_work < 2**31 and not pairs
     launch(_paged_decode_kernel, (min(pieces, programs),),
         *results, q, cache_argument(k_cache), cache_argument(v_cache), block_tables, context_lens,
         alibi_slopes, sinks, *scale_arguments(k_scale), *scale_arguments(v_scale),

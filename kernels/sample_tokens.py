@@ -450,8 +450,8 @@ def sample_tokens(
     then top-p.
 
     Args:
-        logits: (num_rows, vocab_size), fp16, bf16 or fp32, any strides; vocab_size up to 2^22, so that
-            64 bits hold the sum of the weights.
+        logits: (num_rows, vocab_size), fp16, bf16 or fp32, any strides. vocab_size is at most
+            2^22, so that 64 bits hold the sum of the weights.
         temperatures: (num_rows,) fp32, from 0 (likeliest token) to 1e29. None: 0 for all rows; then
             no noise is generated.
         noise_seeds: (num_rows,) int64, required with temperatures. Rows with equal seeds get equal

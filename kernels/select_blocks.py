@@ -66,7 +66,9 @@ def _block_scores_kernel(
         q_ptr += seq * stride_q_seq + head * GROUP_SIZE * stride_q_head
         for _ in range(GROUP_SIZE):
             q = tl.load(q_ptr + offs_d, mask=offs_d < HEAD_DIM, other=0.0).to(tl.float32)[None, :]
-            best = tl.maximum(best, tl.sum(tl.maximum(q * low, q * high), axis=1))
+            products = tl.maximum(q * low, q * high, propagate_nan=tl.PropagateNan.ALL)
+            scores = tl.sum(products, axis=1)
+            best = tl.maximum(best, scores, propagate_nan=tl.PropagateNan.ALL)
             q_ptr += stride_q_head
         row = seq * tl.num_programs(1) + head
         tl.store(scores_ptr + row * max_blocks + columns, best, mask=block_mask)

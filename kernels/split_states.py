@@ -7,7 +7,7 @@ values. Attention over all keys is
     out = sum_s w_s acc_s / sum_s w_s l_s    with w_s = exp(m_s - max m)
 
 States do not hold the LSE m_s + log(l_s), because a large m_s would round l_s away. The program of
-a row's first split also writes how many states the row has. Later states are not written.
+a row's first chunk also writes how many states the row has. Later states are not written.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _merge_splits_kernel(
     await_launches_before(PDL)
     row = tl.program_id(0).to(tl.int64)
     token, head = row // NUM_Q_HEADS, row % NUM_Q_HEADS
-    first_state = row * num_splits
+    max_states, first_state = num_splits, row * num_splits
     if cu_seqlens_ptr is not None:
         if token >= tl.load(cu_seqlens_ptr + batch):
             return
@@ -105,12 +105,12 @@ def _merge_splits_kernel(
             seq += tl.sum((ends <= token).to(tl.int32))
         first_token = tl.load(cu_seqlens_ptr + seq)
         num_queries = tl.load(cu_seqlens_ptr + seq + 1) - first_token
-        seq_chunks, first_state = states_of_sequence(
+        max_states, first_state = states_of_sequence(
             seq, first_token, num_queries, num_splits, max_chunks, chunk_queries, seq_states
         )
-        first_state += (token - first_token) * seq_chunks
-        first_state = first_state * NUM_Q_HEADS + head * seq_chunks
-    num_written = tl.load(counts_ptr + row)
+        first_state += (token - first_token) * max_states
+        first_state = first_state * NUM_Q_HEADS + head * max_states
+    num_written = tl.minimum(tl.load(counts_ptr + row), max_states)
     offs_d = tl.arange(0, HEAD_DIM_PADDED)
     dim_mask = offs_d < HEAD_DIM
     acc = tl.zeros([1, HEAD_DIM_PADDED], tl.float32)

@@ -61,7 +61,8 @@ def update_block_bounds(
     """Compute the bounds of the blocks that new tokens have filled, in place.
 
     Call it after the op that stores the tokens, with the same slot_mapping. A token in the last
-    slot of a block fills the block, so all earlier slots of the block must have been written.
+    slot of a block fills the block, so all earlier slots of the block must have been written. The
+    bounds of a block with NaN keys are unspecified.
     Bounds move with blocks: copy_blocks and swap_blocks do not copy them.
 
     Args:

@@ -55,7 +55,7 @@ def test_any_number_of_programs_computes_every_chunk(
     call = DECODE.call("cpu", lengths, window_size=window_size, **shape)
     DECODE.assert_matches_reference(call, num_splits)
     usual = DECODE.run(call, num_splits)
-    for multiprocessors in (2, 3, 9):
+    for multiprocessors in (2, 3, 9):  # of two programs each
         target = replace(target_of(call["q"].device), num_multiprocessors=multiprocessors)
         with force_target(target):
             assert same(DECODE.run(call, num_splits), usual)

@@ -59,6 +59,11 @@ def test_scores_of_nan_count_as_infinite_and_equal_scores_in_order(device):
         selected, _ = select_blocks(q, bounds, tables, lens, 4, 16)
         first = torch.cat([tables[:2, :3], tables[[0, 1], [56, 18]][:, None]], dim=1)
         assert torch.equal(selected[:2], first[:, None].expand(-1, 2, -1))
+    bounds[tables[0, 7]] = torch.inf  # inf - inf in one score
+    inputs["q"][0, :, :2] = torch.tensor([1.0, -1.0], device=device)
+    bounds[tables[0, 7], 1] = -torch.inf
+    selected, _ = select_blocks(inputs["q"], bounds, tables, lens, 2, 16)
+    assert torch.equal(selected[0, :, 0], tables[0, 7].expand(2))
 
 
 @pytest.mark.parametrize("num_selected", [1, 4, 60])
