@@ -435,12 +435,12 @@ INDEX_TILE = FlatTile(elements=256, num_warps=4)
 RESTRICT_TILE = FlatTile(elements=2048, num_warps=8)
 """Logits that a program of sample_tokens with top_ks or top_ps reads at a time."""
 PROGRAMS_THAT_SAMPLE = 8
-"""Programs of sample_tokens resident on a multiprocessor without top_ks and top_ps; tests check the
-compiled kernels."""
+"""Programs of sample_tokens resident on a multiprocessor without top_ks and top_ps; with them at
+least three. Tests check the compiled kernels."""
 
 
 def sample_num_splits(num_rows: int, num_chunks: int, target: Target) -> int:
-    """Number of programs of sample_tokens per row of num_chunks chunks: enough to fill the GPU
-    once."""
+    """Number of programs of sample_tokens per row of num_chunks chunks: enough to fill the GPU once
+    without top_ks and top_ps."""
     slots = target.num_multiprocessors * PROGRAMS_THAT_SAMPLE
     return max(1, min(MAX_SPLITS, num_chunks, slots // num_rows))
