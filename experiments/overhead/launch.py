@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 PHASES = ("checks", "first", "repeated")
 _CALLS_A_SAMPLE = 5
+_WITH_OUT = ("paged_decode_attention", "paged_prefill_attention", "shared_prefix_decode_attention")
 _ARCH = "sm_90"
 """Architecture for which kernels are compiled if there is no GPU."""
 
@@ -103,6 +104,10 @@ def _calls(device: torch.device) -> dict[str, partial]:
         "prefill": ("paged_prefill_attention", {"options": whole}),
         "shared prefix": ("shared_prefix_decode_attention", {"options": whole}),
         "merge": ("merge_attention_states", {}),
+        "store latents": ("concat_and_cache_mla", {}),
+        "decode latents": ("paged_mla_decode_attention", {"options": whole}),
+        "bounds of blocks": ("update_block_bounds", {}),
+        "select blocks": ("select_blocks", {}),
         "copy": ("copy_blocks", {}),
         "copy, list of layers": ("copy_blocks", {"features": ("list",)}),
         "swap": ("swap_blocks", {}),
@@ -112,7 +117,7 @@ def _calls(device: torch.device) -> dict[str, partial]:
     calls = {}
     for config, (op, changes) in configs.items():
         inputs = make_case(op, **sizes | changes, device=device).inputs
-        if "q" in inputs:
+        if op in _WITH_OUT:
             inputs["out"] = torch.empty_like(inputs["q"])
         calls[config] = partial(getattr(kernels, op), **inputs)
     return calls

@@ -114,7 +114,7 @@ BAD_CALLS = {
     ),
     "slot_mapping_from_positions": (),
     "sample_tokens": (
-        ("logits: expected vocab_size of at least 1, got 0", {"logits": ones(2, 0)}),
+        ("logits: expected vocab_size from 1 to 4194304, got 0", {"logits": ones(2, 0)}),
         ("noise_seeds: expected temperatures and noise_seeds together", {"noise_seeds": None}),
         ("noise_seeds: expected temperatures and noise_seeds together", {"temperatures": None}),
         *(

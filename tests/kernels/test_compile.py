@@ -221,12 +221,8 @@ def test_no_product_of_the_noise_is_fused_with_a_sum(compiling_process):
     """
     lines = [line.split(",") for line in compiling_process(UNFUSED).splitlines()]
     restricted = "bf16 v128256 min_p top_k top_p"
-    assert [(kernel, config) for kernel, config, adds, _ in lines if adds == "True"] == [
-        (SAMPLE, "bf16 v128256"),
-        (SAMPLE, "bf16 v128256 min_p"),
-        (SAMPLE, restricted),
-        (SAMPLE, restricted),
-    ]
+    noisy = [config for kernel, config, adds, _ in lines if kernel == SAMPLE and adds == "True"]
+    assert noisy == ["bf16 v128256", "bf16 v128256 min_p", restricted, restricted]
     assert {fused for *_, fused in lines} == {"False"}
 
 

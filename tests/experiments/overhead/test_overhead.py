@@ -18,6 +18,7 @@ from experiments.overhead import engine, launch, managers, replay
 from experiments.overhead.baselines import HASH_ALGORITHMS, VLLMManager, VLLMScheduler
 
 LAUNCHES = {"decode, 8 splits": 2, "shared prefix": 3, "sample": 2, "sample, greedy": 2}
+LAUNCHES["select blocks"] = 2
 """Kernels that a call launches, if not one."""
 
 
