@@ -436,8 +436,9 @@ def launch_decode(
     pairs = target.backend != "hip" and has_value_pairs(v_cache)
     max_work = batch * num_kv_heads * tiles.cdiv(group_size, tile.tile_m) * block_tables.shape[-1]
     max_work *= tiles.cdiv(k_cache.shape[1], tile.tile_n)  # at least all tiles; fits 32 bits
-    # With pairs, the tiles of runs would be slower.
-    may_run = 4 * programs < pieces and max_work < 2**31 and not pairs
+    # Runs would slow tiles with pairs. They store states from shared memory beside the pipeline's.
+    fits = tiles.padded_dim(head_dim) <= 128 or target.arch in (90, 100, 103)
+    may_run = 4 * programs < pieces and max_work < 2**31 and fits and not pairs
     launch(_paged_decode_kernel, (min(pieces, programs),),
         *results, q, cache_argument(k_cache), cache_argument(v_cache), block_tables, context_lens,
         alibi_slopes, sinks, *scale_arguments(k_scale), *scale_arguments(v_scale),
