@@ -240,8 +240,12 @@ def _paged_decode_kernel(
         place * 0, place, by_chunks, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
         HEAD_TILES, TILE_N, USE_WINDOW, IS_SPLIT,
     )  # fmt: skip
-    context_len = tl.load(context_lens_ptr + seq, mask=seq < batch, other=0)
+    context_len = 0
+    if IS_SPLIT:  # later runs of a sequence need not wait for its length
+        context_len = tl.load(context_lens_ptr + seq, mask=seq < batch, other=0)
     while seq < batch:
+        if not IS_SPLIT:
+            context_len = tl.load(context_lens_ptr + seq)
         first = tl.maximum(context_len - window_size, 0) if USE_WINDOW else 0
         chunk_tokens, num_chunks = chunks_of(context_len - first, min_tiles, max_chunks, TILE_N)
         work, head_tile, chunk, end_chunk, rest = 1, place, 0, 1, 1
@@ -381,7 +385,8 @@ def _paged_decode_kernel(
                 seq, place, by_chunks, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
                 HEAD_TILES, TILE_N, USE_WINDOW, IS_SPLIT,
             )  # fmt: skip
-            context_len = tl.load(context_lens_ptr + seq, mask=seq < batch, other=0)
+            if IS_SPLIT:
+                context_len = tl.load(context_lens_ptr + seq, mask=seq < batch, other=0)
 
 
 def decode_chunking(
