@@ -38,6 +38,7 @@ OPS = {
     "decode": "paged_decode_attention",
     "prefill": "paged_prefill_attention",
     "cascade": "shared_prefix_decode_attention",
+    "mla": "paged_mla_decode_attention",
     "store": "store_kvcache",
     "copy": "copy_blocks",
     "swap_out": "swap_blocks",
@@ -81,9 +82,9 @@ def case_of(shape: Shape, device: torch.device) -> Case:
     names = ("num_q_heads", "num_kv_heads", "head_dim", "block_size", "num_layers", "seed")
     sizes = {name: getattr(shape, name) for name in names}
     options: dict[str, Any] = {}
-    if shape.op in ("decode", "prefill", "cascade"):
+    if shape.op in ("decode", "prefill", "cascade", "mla"):
         options["return_lse"] = False
-    if shape.op in ("decode", "prefill"):
+    if shape.op in ("decode", "prefill", "mla"):
         options["num_splits"] = shape.num_splits
     if shape.op == "cascade":
         sizes |= {"prefix_lens": (shape.prefix_len,), "group_sizes": (shape.batch,)}

@@ -128,7 +128,8 @@ def _has(package: str) -> bool:
 _SMOKE = {"block_size": (16,), "head_dim": (128,), "dtype": ("bfloat16", "fp8")}
 _SMOKE |= {"feature": ("none", "split", "window")}
 _LATENCY = {
-    "part": ("decode", "prefill", "cascade", "norm", "gate", "store", "copy", "swap_out"),
+    "part": ("decode", "prefill", "mla", "cascade", "norm", "gate", "store", "copy", "swap_out",
+             "swap_in"), "has_producer": (True,),
     "batch": (1, 8, 32, 256), "context_len": (512, 2048, 8192), "budget_ms": 20.0,
     "prefill": ((1, 512, 8192), (1, 16, 32768), (16, 256, 4096), (64, 4, 4096)),
     "prefix_len": (1024, 32768), "cascade_batch": (1, 16, 256),

@@ -5,6 +5,7 @@
   than the new tokens, its first tokens are a cached prefix.
 - ``cascade``: decode of sequences that share a prefix. Shared-prefix attention (Hydragen, Juravsky
   et al., 2024; FlashInfer) reads the prefix once. Plain decode reads it once per sequence.
+- ``mla``: decode of a latent cache (DeepSeek-V2), with 128 query heads by default.
 - ``norm``: residual addition and RMSNorm. ``gate``: SwiGLU.
 - ``store``: writes new tokens to random slots. ``copy``: copies blocks of all layers in a cache.
   ``swap_out``, ``swap_in``: copy blocks of all layers to pinned host memory and back.
@@ -30,7 +31,9 @@ from experiments.bench.shapes import COPY_ENGINE, OURS, Shape, Timed, use_device
 from experiments.gpu.kernel_latency import figures, tiles
 from experiments.harness import Count, Experiment, Needs, Options, Positive, one_of
 
-PARTS = ("decode", "prefill", "norm", "gate", "store", "copy", "swap_out", "swap_in", "cascade")
+PARTS = (
+    "decode", "prefill", "norm", "gate", "store", "copy", "swap_out", "swap_in", "cascade", "mla",
+)  # fmt: skip
 PAGED = (OURS, "flash_attn_2", "flash_attn_3", "flex_attention")
 """Implementations that read the blocks in place."""
 GATHER = ("gather_sdpa", "gather_cudnn")
@@ -89,9 +92,13 @@ class KernelLatency(Options):
     num_warps: tuple[Count, ...] = ()
     num_stages: tuple[Count, ...] = ()
     """Pipeline stages."""
+    has_producer: tuple[bool, ...] = ()
+    """Use the sm_90 kernel of ``paged_prefill_hopper`` for prefill."""
     num_splits: tuple[Count, ...] = ()
     """Number of splits of a sequence in decode and prefill."""
     num_q_heads: Count = 32
+    mla_q_heads: Count = 128
+    """Query heads of mla."""
     num_kv_heads: Count = 8
     head_dim: Count = 128
     dtype: Literal["float16", "bfloat16", "float32"] = "bfloat16"
@@ -103,7 +110,7 @@ class KernelLatency(Options):
     def shape(self, op: str, **sizes: Any) -> Shape:
         """The shape of ``op`` with these sizes."""
         names = ("num_q_heads", "num_kv_heads", "head_dim", "dtype", "kv_dtype", "seed")
-        return Shape(op=op, **{name: getattr(self, name) for name in names} | sizes)
+        return Shape(op=op, **({name: getattr(self, name) for name in names} | sizes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +118,8 @@ class LatencyCell(Timed):
     """A cell: one implementation at one shape, in one part of the experiment."""
 
     part: str
-    tile: tuple[int, ...] = (0, 0, 0, 0)
-    """tile_m, tile_n, num_warps, num_stages.  0 means the table's choice."""
+    tile: tuple[int, ...] = (0, 0, 0, 0, 0)
+    """Values of ``tiles.TILE``.  0 means the table's choice."""
 
 
 def cells(options: KernelLatency) -> Iterator[LatencyCell]:
@@ -150,9 +157,10 @@ def _shapes(options: KernelLatency, part: str) -> Iterator[Shape]:
 
 
 def _sizes(options: KernelLatency, part: str, block_size: int) -> list[dict[str, int]]:
-    if part == "decode":
+    if part in ("decode", "mla"):
+        heads = {} if part == "decode" else {"num_q_heads": options.mla_q_heads, "num_kv_heads": 1}
         decode = itertools.product(options.context_len, options.batch)
-        return [{"batch": batch, "context_len": length} for length, batch in decode]
+        return [heads | {"batch": batch, "context_len": length} for length, batch in decode]
     if part == "prefill":
         names = ("batch", "query_len", "context_len")
         return [dict(zip(names, sizes, strict=True)) for sizes in options.prefill]

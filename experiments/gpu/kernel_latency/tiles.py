@@ -1,6 +1,7 @@
 """Times our attention with tiles and splits that ``kernels/tiles.py`` does not choose.
 
-``--tile-m``, ``--tile-n``, ``--num-warps``, ``--num-stages`` and ``--num-splits`` try values at
+``--tile-m``, ``--tile-n``, ``--num-warps``, ``--num-stages``, ``--has-producer`` and
+``--num-splits`` try values at
 every shape of the parts ``decode``, ``prefill`` and ``cascade``, in addition to the table's choice.
 A tile that needs more resources than the GPU has is absent. ``tiles.csv`` ranks the choices by the
 geometric mean, over the shapes, of (time of the choice / time of the table's choice).
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from experiments.gpu.kernel_latency import KernelLatency, LatencyCell
     from kernels.tiles import AttentionTile, Target
 
-TILE = ("tile_m", "tile_n", "num_warps", "num_stages")
+TILE = ("tile_m", "tile_n", "num_warps", "num_stages", "has_producer")
 TABLES = {"decode": "decode_tile", "prefill": "prefill_tile", "cascade": "split_prefill_tile"}
 """Function of ``kernels/tiles.py`` that chooses the tile, by op."""
 
@@ -31,7 +32,9 @@ TABLES = {"decode": "decode_tile", "prefill": "prefill_tile", "cascade": "split_
 def tried(options: KernelLatency, shape: Shape) -> Iterator[tuple[Shape, tuple[int, ...]]]:
     """Shapes and tiles to try besides the table's choice."""
     table = (0,) * len(TILE)
-    for tile in itertools.product(*(getattr(options, name) or (0,) for name in TILE)):
+    names = TILE if shape.op == "prefill" else TILE[:-1]  # no other op has a producer
+    tiles = itertools.product(*(getattr(options, name) or (0,) for name in names))
+    for tile in (values + table[len(values) :] for values in tiles):
         if tile != table:
             yield shape, tile
     if shape.op != "cascade":
@@ -58,7 +61,8 @@ def run(cell: LatencyCell) -> dict[str, Any]:
         with force_target(target):
             row = timed_ops.run(cell)
     except OutOfResources as error:
-        raise Unavailable(f"tile {dataclasses.astuple(tile)[:4]}: {error}") from error
+        of_tile = {name: getattr(tile, name) for name in TILE}
+        raise Unavailable(f"tile {of_tile}: {error}") from error
     by_table = not any(cell.tile) and cell.shape.num_splits is None
     return {"by_table": by_table, **{name: getattr(tile, name) for name in TILE}, **row}
 
@@ -78,7 +82,7 @@ def table_tile(shape: Shape, target: Target) -> AttentionTile:
 
 
 def with_tile(shape: Shape, tile: tuple[int, ...], target: Target) -> Target:
-    """``target``, with this tile_m, tile_n, num_warps and num_stages for the op of ``shape``.
+    """``target``, with these values of ``TILE`` for the op of ``shape``.
 
     A 0 means the table's value.
     """

@@ -52,7 +52,7 @@ def test_other_tiles_and_splits_of_ours_are_tried_beside_the_tables_choice():
     few |= {"prefix_len": (16,), "cascade_batch": (2,), "store_tokens": (1,), "num_splits": (3,)}
     cells = [c for c in cells_of("prefill", "cascade", "store", **few) if c.implementation == OURS]
     tried = [(c.part, c.tile, c.shape.num_splits) for c in cells]
-    table, *tiles = (0, 0, 0, 0), (0, 32, 4, 0), (0, 64, 4, 0)
+    table, *tiles = (0, 0, 0, 0, 0), (0, 32, 4, 0, 0), (0, 64, 4, 0, 0)
     assert tried == [
         ("prefill", table, None), *(("prefill", tile, None) for tile in tiles),
         ("prefill", table, 3), ("cascade", table, None),
@@ -106,7 +106,8 @@ def test_the_tile_of_the_table_is_not_run_twice():
 
 def test_choices_are_ranked_by_time_relative_to_the_tables():
     """One is twice as fast at one of two shapes, another at both, a third fails at one."""
-    table, other, third, failed = (16, 64, 4, 5), (16, 32, 4, 3), (16, 128, 8, 3), (16, 16, 4, 3)
+    table, other = (16, 64, 4, 5, 0), (16, 32, 4, 3, 0)
+    third, failed = (16, 128, 8, 3, 0), (16, 16, 4, 3, 0)
     times = {table: (10.0, 40.0), other: (5.0, 40.0), third: (5.0, 20.0), failed: (1.0, None)}
     shape = {"op": "decode", "query_len": 1, "prefix_len": 0, "block_size": 16}
     rows = pd.DataFrame(

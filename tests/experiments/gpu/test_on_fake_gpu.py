@@ -60,7 +60,7 @@ def test_every_op_is_checked_captured_and_timed(small_gpu, monkeypatch):
     few = {"batch": (2,), "context_len": (9,), "block_size": (4,), "prefill": ((1, 3, 9),)}
     few |= {"store_tokens": (3,), "move_tokens": (8,), "num_layers": 1}
     few |= {"prefix_len": (16,), "suffix_len": 4, "cascade_batch": (2,)}
-    options = kernel_latency.KernelLatency(**HEADS, **few, part=kernel_latency.PARTS[:9])
+    options = kernel_latency.KernelLatency(**HEADS, **few, mla_q_heads=4)
     names = ("pagelab", "paged_decode", "gather_sdpa", "torch")
     rows = rows_of(kernel_latency, options, names)
     assert small_gpu.replays > 0
@@ -68,7 +68,7 @@ def test_every_op_is_checked_captured_and_timed(small_gpu, monkeypatch):
     eager = {key for key, launch in launches.items() if launch == "eager"}
     assert eager == {("prefill", "gather_sdpa")}
     assert {op for op, name in launches if name == "pagelab"} == set(timed_ops.OPS)
-    assert len(launches) == 14
+    assert len(launches) == 15
     for row in rows:
         assert 0 < row["p20_us"] <= row["p50_us"] <= row["p80_us"]
         seconds = row["p50_us"] * 1e-6
