@@ -152,13 +152,14 @@ def _draw(rows: style.DataFrame) -> style.Figure:
     ):
         rates = by_policy(of_trace, "capacity_fraction")
         others = [p for p in rates if is_online(p) and p not in (OURS, "gittins", "lru")]
-        best = rates[others].mean().idxmax() if others else None
+        best = rates[others].dropna().mean().idxmax() if others else None
         own = [policy for policy in rates if policy not in cache.POLICIES]
         for rate in of_trace[of_trace["policy"] == "infinite"]["block_hit_rate"]:
             above.axhline(100 * rate, **looks["infinite"])
         percent = 100 * rates.index
-        for policy in filter(rates.__contains__, ["belady", OURS, *own, "lru"]):
-            above.plot(percent, 100 * rates[policy], **looks[policy], zorder=3)
+        for policy in filter(rates.__contains__, ["belady", OURS, "lru", *own]):
+            replayed = rates[policy].dropna()
+            above.plot(100 * replayed.index, 100 * replayed, **looks[policy], zorder=3)
         title = _title(of_trace.iloc[0])
         if best:
             above.plot(percent, 100 * rates[best], **_BEST, zorder=2.5)
@@ -172,11 +173,12 @@ def _draw(rows: style.DataFrame) -> style.Figure:
         above.set(title=title, ylim=(0, None))
         for part, dashes in ((FIRST, "dashed"), (LAST, "solid")):
             closed = _closed(by_policy(of_trace, "capacity_fraction", part))
-            for policy in filter(closed.__contains__, [OURS, *own, best]):
+            for policy in filter(closed.__contains__, [OURS, best, *own]):
                 look = {**(_BEST if policy == best else looks[policy]), "linestyle": dashes}
                 if dashes == "dashed":
                     look["markerfacecolor"] = "white"
-                below.plot(100 * closed.index, 100 * closed[policy], **look)
+                replayed = closed.loc[rates[policy].dropna().index, policy]
+                below.plot(100 * replayed.index, 100 * replayed, **look)
         below.axhline(0, **looks.get("lru", {}) | {"marker": ""})
         below.set_ylim(-40, 105)
         for axis in (above, below):
@@ -204,6 +206,14 @@ def _closed(rates: style.DataFrame) -> style.DataFrame:
     return rates.sub(rates["lru"], axis=0).div(way.where(way > _LEAST_GAP), axis=0)
 
 
+def in_common_pools(rows: style.DataFrame) -> style.DataFrame:
+    """The rows of pools in which every policy of the trace was replayed, except "infinite"."""
+    rows = _bounded(rows)
+    policies = rows.groupby("trace")["policy"]
+    of_pool = rows.groupby(["trace", "capacity_fraction"])["policy"]
+    return rows[of_pool.transform("nunique") == policies.transform("nunique")]
+
+
 def _bounded(rows: style.DataFrame) -> style.DataFrame:
     return rows[rows["policy"] != "infinite"]
 
@@ -215,10 +225,10 @@ def _title(row: style.Series) -> str:
 
 
 def _summary(rows: style.DataFrame) -> style.DataFrame:
-    """For each trace and policy: the mean hit rate over the capacities, the share of the
-    LRU-to-Belady gap that it closes (negative: worse than LRU), and its mean gain over LRU in
-    percentage points, in the first two thirds of the trace and in the last third."""
-    index = ["trace", "capacity_fraction"]
+    """For each trace and policy: the mean hit rate over the pools that all policies have, the share
+    of the LRU-to-Belady gap that it closes (negative: worse than LRU), and its mean gain over LRU
+    in percentage points, in the first two thirds of the trace and in the last third."""
+    rows, index = in_common_pools(rows), ["trace", "capacity_fraction"]
     means = {
         value: by_policy(rows, index, value).groupby("trace", sort=False).mean()
         for value in ("block_hit_rate", FIRST, LAST)

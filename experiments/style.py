@@ -113,7 +113,7 @@ def policy_lines(policies: Iterable[str]) -> dict[str, Look]:
     A built-in policy looks the same in every figure.  Users' policies get thick lines of three
     colours in turn.
     """
-    own = cycle([line(RED, "*"), line(PINK, "p"), line(BLACK, "h")])
+    own = cycle([line(PINK, "*"), line(GREEN, "p"), line(SKY, "h")])
     lines = {}
     for policy in policies:
         if policy in _POLICIES:
