@@ -16,6 +16,10 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 """Root of the checkout, or the folder that contains the installed wheel."""
 
 
+PACKAGES = ("cache/", "experiments/", "kernels/", "models/")
+"""Folders of the packages in ``REPOSITORY``."""
+
+
 def committed(experiment: str, device: str = "cpu") -> Path:
     """Folder of an experiment's committed results.  An installed wheel has none."""
     return REPOSITORY / "results" / experiment / device
@@ -71,7 +75,8 @@ def _without_folders(argument: str) -> str:
 
 
 def _git_state() -> tuple[str | None, bool | None]:
-    """The commit, and whether any file outside results/ differs from the commit.
+    """The commit, and whether a file differs from it: a tracked file outside results/, or a new
+    file of the packages.
 
     The commit is ``PAGELAB_COMMIT``, else HEAD: the files of a copy may be newer than its HEAD.
     If git does not have the commit: ``PAGELAB_COMMIT`` or the installed version, and None.
@@ -84,9 +89,9 @@ def _git_state() -> tuple[str | None, bool | None]:
 
     try:
         commit = git("rev-parse", "--verify", f"{named or 'HEAD'}^{{commit}}").strip()
-        files = ("--", ".", ":(exclude)results")
-        new = git("ls-files", "--others", "--exclude-standard", *files)
-        return commit, bool(new or git("diff", "--name-only", commit, *files))
+        new = git("ls-files", "--others", "--exclude-standard", "--", *PACKAGES)
+        changed = git("diff", "--name-only", commit, "--", ".", ":(exclude)results")
+        return commit, bool(new or changed)
     except (OSError, subprocess.CalledProcessError):
         version = version_of("pagelab")
         return named or (f"none, version {version}" if version else None), None

@@ -13,14 +13,13 @@ import os
 import sys
 import time
 
-from experiments.harness.environment import REPOSITORY, version_of
+from experiments.harness.environment import PACKAGES, REPOSITORY, version_of
 
 Code = dict[str, str | None]
 """Maps a file of the repository to its SHA-256, and a package to its version.  None means unknown:
 the file changed while the process ran.  None never equals the present code."""
 
-_FOLDERS = ("cache/", "experiments/", "kernels/", "models/")
-_PACKAGES = ("torch", "triton")
+_INSTALLED = ("torch", "triton")
 _STARTED = time.time()
 _imported: Code = {}
 
@@ -30,10 +29,10 @@ def imported_code() -> Code:
     for module in list(sys.modules.values()):
         path = getattr(module, "__file__", None) or ""
         name = path.removeprefix(f"{REPOSITORY}/")
-        if name.startswith(_FOLDERS) and name not in _imported:
+        if name.startswith(PACKAGES) and name not in _imported:
             is_older = os.stat(path).st_mtime < _STARTED
             _imported[name] = _now(name) if is_older else None
-    _imported.update((package, _now(package)) for package in _PACKAGES if package in sys.modules)
+    _imported.update((package, _now(package)) for package in _INSTALLED if package in sys.modules)
     return dict(_imported)
 
 
@@ -52,7 +51,7 @@ class Changes:
 
 def _now(name: str) -> str:
     """The digest of a file, or the version of a package."""
-    if name in _PACKAGES:
+    if name in _INSTALLED:
         return version_of(name) or "not installed"
     try:
         return hashlib.sha256((REPOSITORY / name).read_bytes()).hexdigest()

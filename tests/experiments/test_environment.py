@@ -69,9 +69,13 @@ def repository(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("file", "dirty"), [(None, False), ("results/rows.csv", False), ("code.py", True), ("n", True)]
-)
-def test_dirty_is_any_difference_but_results(repository, file, dirty):
+    ("file", "dirty"),
+    [
+        (None, False), ("results/rows.csv", False), ("my_policy.py", False), ("code.py", True),
+        ("cache/new.py", True),
+    ],
+)  # fmt: skip
+def test_dirty_is_a_tracked_file_but_results_or_a_new_file_of_a_package(repository, file, dirty):
     if file:
         (repository / file).parent.mkdir(exist_ok=True)
         (repository / file).write_text("changed\n")
