@@ -53,8 +53,8 @@ from experiments.load.gpu_clock import CLOCK_DISCLAIMER, GpuClock
 from experiments.load.workloads import LONGEST, PAPER_LENGTHS, draw_lengths
 
 SYSTEMS = {
-    "contiguous_max": ("contiguous (max)", style.line(style.RED, "v")),
-    "contiguous_pow2": ("contiguous (pow2)", style.line(style.ORANGE, "s")),
+    "contiguous_max": ("contiguous (max)", style.line(style.RED, "v", "dashdot")),
+    "contiguous_pow2": ("contiguous (pow2)", style.line(style.ORANGE, "s", "dotted")),
     "contiguous_oracle": ("contiguous (oracle)", style.line(style.GREEN, "^", "dashed")),
     "paged": ("paged", style.line(style.BLUE, "o")),
     "vllm_v1": ("paged, prefix shared", style.line(style.BLACK, "D", "dashed")),
@@ -279,25 +279,41 @@ def summary(rows: style.DataFrame) -> style.DataFrame:
 def draw(rows: style.DataFrame) -> style.Figure:
     """Draw latency against the rate, with a panel per load and host time."""
     panels = rows.groupby(["load", "host_ms"], sort=False)
-    figure, axes, _ = style.panel_grid(len(panels), columns=2, height=2.0, width=3.5)
+    figure, axes, _ = style.panel_grid(len(panels), columns=2, height=1.9, width=3.5)
     for axis, ((load, host_ms), points) in zip(axes, panels, strict=True):
         for system, (label, look) in SYSTEMS.items():
-            of_system = points[points["system"] == system]
-            for _, of_draw in of_system.groupby("draw"):
-                style.curve(
-                    axis, of_draw, "request_rate", "normalized_latency_s", label=label, **look
-                )
+            _draw_latency(axis, points[points["system"] == system], label=label, **look)
         axis.axhline(_SUSTAINED_S, **style.BOUND)
         name = points["model"].iloc[0].upper()
         axis.set(title=f"{name}, {load.replace('_', ' ')}, host {host_ms:g} ms", yscale="log")
-        axis.set_ylabel("normalised latency (s/token)")
         axis.set_xscale("log")
         style.plain_log_ticks(axis.xaxis)
         style.plain_log_ticks(axis.yaxis)
-    notes = f"The card: an A100 of 80 GB, scaled by bandwidth to 40 GB. {CLOCK_DISCLAIMER}"
-    return style.shared_legend(
-        figure, columns=4, xlabel=noted(figure, "request rate (requests/s); a line a draw", notes)
-    )
+    notes = "Median and range of the draws. "
+    if rows["load"].str.endswith("beams").any():
+        notes += "Reservations serve beams as samples, so both loads have one curve for oracle. "
+    notes += f"The card: an A100 of 80 GB, scaled by bandwidth to 40 GB. {CLOCK_DISCLAIMER}"
+    xlabel = noted(figure, "request rate (requests/s)", notes)
+    ylabel = "normalised latency (s/token)"
+    return style.shared_legend(figure, columns=4, xlabel=xlabel, ylabel=ylabel)
+
+
+def _draw_latency(axis: style.Axes, rows: style.DataFrame, **look: Any) -> None:
+    """Draw the median latency of the draws, and a band from the smallest to the largest.
+
+    Latencies between two rates of a draw are interpolated.  Above its last rate, which it does not
+    sustain, a draw's latency counts as infinite."""
+    at, latency = np.log(rows["request_rate"]).round(6), np.log(rows["normalized_latency_s"])
+    rates = np.unique(at)
+    draws = [
+        np.interp(rates, at[of_draw.index], latency[of_draw.index], right=np.inf)
+        for _, of_draw in rows.sort_values("request_rate").groupby("draw")
+    ]
+    if not draws:
+        return
+    axis.plot(np.exp(rates), np.exp(np.median(draws, axis=0)), **look)
+    band = np.exp(np.clip([np.min(draws, axis=0), np.max(draws, axis=0)], None, latency.max()))
+    axis.fill_between(np.exp(rates), *band, color=look["color"], alpha=0.2, linewidth=0)
 
 
 def noted(figure: style.Figure, label: str, notes: str = CLOCK_DISCLAIMER) -> str:
