@@ -231,7 +231,7 @@ def _draw(rows: style.DataFrame) -> style.Figure | None:
     if len(waste):
         panels.append((waste, "waste", "empty slots of the blocks used"))
 
-    figure, axes, spare = style.panel_grid(len(panels), height=2.1)
+    figure, axes, spare = style.panel_grid(len(panels), height=1.9, width=3.5, columns=2)
     for axis, (part, column, title) in zip(axes, panels, strict=True):
         for trace, curve in part.groupby("trace", sort=False):
             style.curve(axis, curve, "block_size", column, 100, **lines[trace])

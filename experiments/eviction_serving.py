@@ -175,66 +175,76 @@ def served(source: Source) -> cache.Trace:
     return trace if short.all() else trace.take(np.flatnonzero(short))
 
 
+def _apart(rows: style.DataFrame) -> tuple[style.DataFrame, str]:
+    """The rows without the traces on which every time is within 0.5 % of LRU's, and a sentence for
+    each of these traces.  If no other trace is left, all rows."""
+    spread = (rows["over_lru"] - 1).abs().groupby(rows["trace"], sort=False).max()
+    alike = spread[spread < 0.005]
+    if len(alike) == len(spread):
+        return rows, ""
+    note = "On {}, all times with prefix caching are within {:.1g} % of LRU's. "
+    notes = (note.format(trace, 100 * largest) for trace, largest in alike.items())
+    return rows[~rows["trace"].isin(alike.index)], "".join(notes)
+
+
 def _draw(rows: style.DataFrame) -> style.Figure:
-    """A row of panels per trace, at the first load: by pool, hit rate, time, and time divided by
-    LRU's time.  Points are means over the slices, bars their range."""
+    """Draw three panels per trace, at the first load: hit rate, time, and time divided by LRU's, by
+    policy and pool.  Points are means over the slices, bars their range."""
     rows = rows[rows["load"] == rows["load"].iloc[0]]
-    rows = rows.assign(over_lru=over_lru(rows))
+    over = over_lru(rows).where(rows["policy"] != _NO_CACHE)
+    rows, notes = _apart(rows.assign(over_lru=over, hits=100 * rows["block_hit_rate"]))
     lines = style.policy_lines(rows["policy"].unique())
-    lines[_NO_CACHE] = style.line(style.GREY, "", "dashdot") | {"label": "no prefix caching"}
-    pools = sorted(rows[rows["pool_gib"] < float("inf")]["pool_gib"].unique())
-    rows["pool"] = rows["pool_gib"].map(dict(zip(pools, range(len(pools)), strict=True)))
-    traces = rows.groupby("trace", sort=False)
-    figure, axes, _ = style.panel_grid(3 * len(traces), columns=3, height=1.9, width=2.3)
-    mean = functools.partial(quantiles.draws, middle="mean")
-    for number, (trace, of_trace) in enumerate(traces):
+    lines[_NO_CACHE] = {"label": "no prefix caching"}
+    bound, names = lines.pop(_INFINITE), [*lines]
+    columns = {"hits": "block hit rate (%)", "ttft_mean_s": "time to first token (s)"}
+    columns |= {"over_lru": "time / LRU's"}
+    table = quantiles.over_slices(rows, ["trace", "loop", "policy", "pool_gib"], [*columns])
+    pools = style.lines_of(sorted(set(table["pool_gib"]) - {float("inf")}))
+    traces = table.groupby(["trace", "loop"], sort=False)
+    figure, axes, _ = style.panel_grid(3 * len(traces), height=1.7, sharey=True)
+    for number, ((trace, loop), of_trace) in enumerate(traces):
         panels = axes[3 * number : 3 * number + 3]
-        for policy, some in of_trace.groupby("policy", sort=False):
-            look = lines[policy]
-            if policy == _INFINITE:
-                panels[0].axhline(100 * some["most_block_hit_rate"].mean(), **look)
-                panels[1].axhline(some["ttft_mean_s"].mean(), **look)
-                continue
-            mean(panels[1], some, "pool", "ttft_mean_s", **look)
-            if policy == _NO_CACHE:
-                continue
-            mean(panels[0], some.assign(hits=100 * some["block_hit_rate"]), "pool", "hits", **look)
-            mean(panels[2], some, "pool", "over_lru", **look)
-        count, loop = of_trace["slice"].nunique(), of_trace["loop"].iloc[0]
-        titles = f"{trace}\n{count} slices, {loop} loop", "", ""
-        labels = "block hit rate (%)", "time to first token (s)", "time / LRU's"
-        for axis, title, label in zip(panels, titles, labels, strict=True):
-            axis.set(title=title, ylabel=label, xlabel="pool (GiB)")
-            axis.set_xticks(range(len(pools)), map("{:g}".format, pools))
-        panels[1].set_yscale("log")
-        style.plain_log_ticks(panels[1].yaxis)
-        panels[0].set_ylim(0, 1.1 * panels[0].get_ylim()[1])
-        panels[2].set_ylim(min(0.9, panels[2].get_ylim()[0]), max(1.1, panels[2].get_ylim()[1]))
-    notes = f"Llama 3.1 8B on an H100; bars: all slices. {CLOCK_DISCLAIMER}"
+        for axis, (column, label) in zip(panels, columns.items(), strict=True):
+            for place, (pool, look) in enumerate(pools.items()):
+                some = of_trace[of_trace["pool_gib"] == pool]
+                mean, low, high = (some[f"{column}_{end}"] for end in ("mean", "min", "max"))
+                rows_at = some["policy"].map(names.index) + 0.25 * (place - (len(pools) - 1) / 2)
+                look |= {"linestyle": "none", "label": f"pool of {pool:g} GiB", "elinewidth": 0.7}
+                axis.errorbar(mean, rows_at, xerr=[mean - low, high - mean], **look)
+            for x in of_trace[of_trace["policy"] == _INFINITE][f"{column}_mean"].dropna():
+                axis.axvline(x, **bound)
+            axis.set_xlabel(label)
+        style.name_rows(panels[0], [lines[name]["label"] for name in names])
+        panels[0].set_title(f"{trace}, {of_trace['slices'].max()} slices, {loop} loop", loc="left")
+        panels[0].set_xlim(left=0)
+        panels[1].set_xscale("log")
+        style.plain_log_ticks(panels[1].xaxis)
+        panels[2].axvline(1, **style.BOUND)
+    notes += f"Llama 3.1 8B on an H100; bars: all slices. {CLOCK_DISCLAIMER}"
     return style.shared_legend(figure, columns=4, xlabel=serving.noted(figure, "", notes))
 
 
 def _draw_queue(rows: style.DataFrame) -> style.Figure | None:
     """Draw ``queue_informed``'s time / LRU's time against LRU's mean number of waiting requests."""
     rows = rows.assign(over_lru=over_lru(rows), waiting=_of_lru(rows, "mean_waiting"))
-    rows = rows[rows["policy"] == _QUEUE].dropna(subset="over_lru")
+    rows, notes = _apart(rows[rows["policy"] == _QUEUE].dropna(subset="over_lru"))
     if rows.empty:
         return None
-    traces = rows.groupby("trace", sort=False)
-    figure, axes, _ = style.panel_grid(len(traces), height=1.9)
+    traces = rows.groupby(["trace", "loop"], sort=False)
+    figure, axes, _ = style.panel_grid(len(traces), height=1.9, width=3.4, columns=2)
     pools = sorted(rows["pool_gib"].unique())
-    for axis, (trace, of_trace) in zip(axes, traces, strict=True):
+    for axis, ((trace, loop), of_trace) in zip(axes, traces, strict=True):
         for pool, look in style.lines_of(pools).items():
             points = of_trace[of_trace["pool_gib"] == pool]
             look |= {"linestyle": "none", "clip_on": False, "label": f"pool of {pool:g} GiB"}
             axis.plot("waiting", "over_lru", data=points, **look)
         axis.axhline(1, **style.BOUND)
-        axis.set_title(f"{trace}\n{of_trace['loop'].iloc[0]} loop")
-        axis.set_xscale("symlog")
+        axis.set(title=f"{trace}, {loop} loop", xscale="symlog")
         axis.set_xlim(left=0)
+        axis.xaxis.set_major_formatter("{x:g}")
     axes[0].set_ylabel("time to first token / LRU's")
-    label = "waiting requests under LRU (mean)"
-    return style.shared_legend(figure, xlabel=serving.noted(figure, label))
+    label = serving.noted(figure, "waiting requests under LRU (mean)", notes + CLOCK_DISCLAIMER)
+    return style.shared_legend(figure, xlabel=label)
 
 
 def _of_lru(rows: style.DataFrame, column: str) -> style.Series:

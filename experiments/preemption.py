@@ -141,29 +141,43 @@ def summary(rows: style.DataFrame) -> style.DataFrame:
 
 def _draw(rows: style.DataFrame) -> style.Figure:
     costs, served = rows[rows["part"] == "cost"], rows[rows["part"] == "serving"]
-    lengths = sorted(costs["context_tokens"].unique()) if len(costs) else []
-    columns = {"normalized_latency_s": "normalised latency (s/token)"}
-    columns |= {"latency_over_recompute": "latency, swap / recompute"}
-    columns = columns if len(served) else {}
-    num_panels = len(lengths) + len(columns)
-    figure, axes, _ = style.panel_grid(num_panels, height=2.0, width=3.5, columns=2)
-    for axis, length in zip(axes, lengths, strict=False):
-        for of_line, look in _lines(costs[costs["context_tokens"] == length]):
-            style.curve(axis, of_line, "block_size", "ms", **look)
-        axis.set(title=f"a sequence of {length:,.0f} tokens", ylabel="time (ms)")
-    for axis, (column, label) in zip(axes[len(lengths) :], columns.items(), strict=True):
+    panels = [
+        (f"a sequence of {length:,.0f} tokens", of_length, "ms", "time (ms)")
+        for length, of_length in costs.groupby("context_tokens")
+    ]
+    if len(served):
+        title = f"{served['request_rate'].iloc[0]:g} requests/s like ShareGPT's"
+        panels += [
+            (title, served, "normalized_latency_s", "normalised latency (s/token)"),
+            (title, served, "latency_over_recompute", "latency, swap / recompute"),
+        ]
+    figure, axes, _ = style.panel_grid(len(panels), height=2.0, width=3.5, columns=2)
+    for axis, (title, shown, column, label) in zip(axes, panels, strict=True):
         ratios = column == "latency_over_recompute"
-        for of_line, look in _lines(served)[ratios:]:
+        for of_line, look in _lines(shown)[ratios:]:
             quantiles.draws(axis, of_line, "block_size", column, **look)
         if ratios:
             axis.axhline(1, **style.BOUND)
-        row = served.iloc[0]
-        axis.set(title=f"{row['request_rate']:g} requests/s like ShareGPT's", ylabel=label)
-    for axis in axes:
+        _mark_crossings(axis, shown, column)
+        axis.set(title=title, ylabel=label, yscale="log")
         style.log_x(axis, base=4)
-        axis.set_yscale("log")
         style.plain_log_ticks(axis.yaxis)
-    return style.shared_legend(figure, xlabel=serving.noted(figure, "block size (tokens)"))
+    return style.shared_legend(
+        figure, columns=2, xlabel=serving.noted(figure, "block size (tokens)")
+    )
+
+
+def _mark_crossings(axis: style.Axes, rows: style.DataFrame, column: str) -> None:
+    """Mark the smallest block sizes with which swapping is at most 5 % slower: see ``summary``."""
+    ring = {**style.dots(style.BLACK, "o"), "markerfacecolor": "none", "markersize": 8}
+    ring["label"] = "smallest block size at which swapping is at most 5 % slower"
+    white = {"facecolor": "white", "edgecolor": "none", "pad": 0.3}
+    points = ["transfer_us", "block_size"]
+    swapped = rows[rows["way"] == "swap"].groupby(points, as_index=False)[column].median()
+    firsts = summary(rows).query("at_most == 1.05").merge(swapped, on=points)
+    for at in firsts[["block_size", column]].itertuples(index=False, name=None):
+        axis.plot(*at, **ring)
+        axis.annotate(f"{at[0]:g}", at, (5, 7), textcoords="offset points", bbox=white)
 
 
 def _lines(rows: style.DataFrame) -> list[tuple[style.DataFrame, dict]]:
