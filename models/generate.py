@@ -41,6 +41,7 @@ class Arguments:
     n: int = 1
     """Outputs per prompt."""
     beam_width: int | None = None
+    """Number of beams of a beam search, which returns the n best.  By default it samples."""
     seed: int | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -93,8 +94,11 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError, ImportError, UnsupportedByDesign) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     for output in outputs:
-        _print(output)
+        _print(output, params)
     return 0
 
 
@@ -105,9 +109,11 @@ def _token_ids(text: str) -> list[int]:
         raise ValueError(f"--prompt-ids {text!r}: needs ints separated by commas") from None
 
 
-def _print(output: RequestOutput) -> None:
+def _print(output: RequestOutput, params: SamplingParams) -> None:
     prompt = output.prompt if output.prompt is not None else output.prompt_token_ids
     print(f"prompt: {prompt}")
+    if params.beam_width is not None:
+        print(f"beam search: the best {params.n} of {params.beam_width} beams; --n returns more")
     for completion in output.outputs:
         text = completion.text if completion.text is not None else completion.token_ids
         print(f"output {completion.index} ({completion.finish_reason}): {text}")

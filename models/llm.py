@@ -3,18 +3,20 @@
 import dataclasses
 import os
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from cache import CacheManager, EvictionPolicy, Group, make_manager, num_cpu_blocks, num_gpu_blocks
 from cache.blocks.session_hint import SessionHint
-from cache.checks import at_least, shown
+from cache.checks import at_least, shown, true_or_false
 from cache.managers import TIER_OPTIONS
+from cache.options import Options
 from cache.serving.engine import Engine
 from cache.serving.outputs import RequestOutput, TokenOutput
 from cache.serving.sampling_params import SamplingParams
@@ -29,12 +31,12 @@ from models.parallel import TensorParallel, is_distributed, join_tensor_parallel
 from models.prompts import (
     Messages,
     Prompt,
-    SaltedPrompt,
     as_list,
     list_prompts,
     load_chat_template,
     load_tokenizer,
-    to_token_ids,
+    split_prompt,
+    to_transformers,
     tokenizer_errors,
 )
 from models.runner import ModelRunner
@@ -50,7 +52,10 @@ HOST_KV_CACHE_SHARE = 0.25
 _CHOICES = {
     "preemption": ("recompute", "swap"), "scheduling": ("mixed", "prefill_first"),
     "scheduling_policy": POLICIES, "kv_cache_dtype": (None, "fp8_e4m3"),
-}  # fmt: skip
+} | dict.fromkeys(("cuda_graphs", "overlap"), (None, True, False)) | dict.fromkeys(
+    ("enable_prefix_caching", "enable_chunked_prefill", "random_weights", "enforce_eager"),
+    (True, False),
+)  # fmt: skip
 _SIZES = (
     "block_size", "num_blocks", "num_host_blocks", "max_model_len", "max_num_seqs",
     "max_num_batched_tokens", "tensor_parallel_size",
@@ -58,16 +63,16 @@ _SIZES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class LLMOptions:
+class LLMOptions(Options):
     """Options of an ``LLM``, with the checks that need neither a model nor a device.
 
     Attributes:
         device: "cuda" or "cpu"; by default a GPU if there is one.
-        dtype: dtype of weights and KV cache.  Default: the checkpoint's dtype on a GPU, fp32 on a
-            CPU.
-        kv_cache_dtype: None, or "fp8_e4m3" for a KV cache of one byte per element.  Needs "triton"
-            or "torch".  Keys and values are divided by the checkpoint's scales (one each per layer,
-            as in vLLM), else by 1; magnitudes beyond 448 saturate.
+        dtype: dtype of weights and KV cache.  Default, also "auto": the checkpoint's dtype on a
+            GPU, fp32 on a CPU.
+        kv_cache_dtype: None or "auto", or "fp8_e4m3" for a KV cache of one byte per element.  Needs
+            "triton" or "torch".  Keys and values are divided by the checkpoint's scales (one each
+            per layer, as in vLLM), else by 1; magnitudes beyond 448 saturate.
         attention_backend: "triton" (default on a GPU), "torch" (default on a CPU), "flash_attn".
         manager: cache manager, a key of ``cache.MANAGERS``.  If layers have windows, vllm_v1
             divides the layers into groups and frees the blocks behind the windows, unless
@@ -98,11 +103,12 @@ class LLMOptions:
         random_weights: use random weights instead of the checkpoint's weights.
         cuda_graphs: replay decoding from CUDA graphs.  Default: True on a GPU with "triton", and
             with "flash_attn" if block_size is a multiple of 256.
+        enforce_eager: True is vLLM's name of cuda_graphs=False.
         overlap: launch a step before the previous step's tokens are read, see ``Engine.step``.
             Default: True on a GPU.  Tokens do not change.
         seed: seed of random weights, and of requests without a seed of their own.
 
-    Raises ValueError, naming the option.
+    Raises ValueError, naming the option, and TypeError for an unknown option.
     """
 
     device: str | torch.device | None = None
@@ -128,10 +134,14 @@ class LLMOptions:
     manager_options: Mapping[str, object] | None = None
     random_weights: bool = False
     cuda_graphs: bool | None = None
+    enforce_eager: bool = False
     overlap: bool | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("dtype", "kv_cache_dtype"):
+            if getattr(self, name) == "auto":
+                object.__setattr__(self, name, None)
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 choose = ", ".join(map(str, choices))
@@ -140,6 +150,10 @@ class LLMOptions:
             if getattr(self, name) is not None:
                 at_least(1, name, getattr(self, name))
         utilization_share(self.gpu_memory_utilization)
+        if self.enforce_eager and self.cuda_graphs:
+            raise ValueError("cuda_graphs=True: enforce_eager=True is cuda_graphs=False; give one")
+        if self.enforce_eager:
+            object.__setattr__(self, "cuda_graphs", False)
         if not isinstance(self.seed, int):
             raise ValueError(f"seed={self.seed!r}: needs an int")
         given = self.manager_options or {}
@@ -176,6 +190,7 @@ class LLM:
 
     Raises ValueError, naming the argument or the file, for options that do not fit together, an
     unknown architecture, absent or mismatched weights, or a cache too small for a sequence.
+    Raises TypeError for an unknown option; that of an option of vLLM or nano-vLLM says what to use.
     Raises FileNotFoundError for a missing folder, and ImportError if flash-attn is not installed.
     """
 
@@ -255,20 +270,38 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | None = None,
         *,
         priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
-        """Generate for one or several prompts: texts, lists of token ids, SaltedPrompts of either.
+        """Generate for one or several prompts.
 
+        prompts: a prompt or a list of prompts.  A prompt is a text, a list of token ids, a mapping
+            as in vLLM, or a SaltedPrompt.  A mapping is ``{"prompt": text}`` or
+            ``{"prompt_token_ids": [...]}``.  With the key "cache_salt" it shares K/V only with
+            prompts of the same salt.
         sampling_params: SamplingParams for all prompts, or a sequence with an item per prompt.
             Default: ``default_sampling_params``, read from generation_config.json.
+        use_tqdm: show progress on stderr from the first second on.  None: if it is a terminal.
         priority: an int for all prompts, or a sequence.  Needs ``scheduling_policy="priority"``,
             which serves requests with smaller numbers first.
 
         Returns one output per prompt, in order.  Before anything is generated, raises the errors of
         ``Engine.add`` with the number of the prompt."""
-        events = self._streams.open(self._requests(prompts, sampling_params, priority))
-        done = [event for event in events if isinstance(event, RequestOutput)]
+        hide = None if use_tqdm is None else not true_or_false("use_tqdm", use_tqdm)
+        requests = self._requests(prompts, sampling_params, priority)
+        done, num_tokens = [], 0
+        with tqdm(
+            desc="generate", total=len(requests), unit="prompt", delay=1, miniters=0, disable=hide
+        ) as progress:
+            for event in self._streams.open(requests):
+                if isinstance(event, RequestOutput):
+                    done.append(event)
+                    progress.update()
+                else:
+                    num_tokens += 1
+                    progress.set_postfix_str(f"{num_tokens:,} tokens", refresh=False)
+                    progress.update(0)
         return sorted(done, key=lambda output: output.request_id)
 
     def stream(
@@ -291,6 +324,7 @@ class LLM:
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Generate the next message of one or several chats, with the checkpoint's chat template.
@@ -298,7 +332,8 @@ class LLM:
         messages: a chat, ``[{"role": "user", "content": "..."}, ...]``, or several.  A content may
             be a list of ``{"type": "text", "text": "..."}`` if the template accepts lists.
         template_options: options of ``ChatTemplate.render``, for example ``tools`` (functions or
-            their JSON schemas), or variables such as ``enable_thinking``.
+            their JSON schemas), or variables such as ``enable_thinking``, also within
+            ``chat_template_kwargs`` as in vLLM.
 
         Returns and raises as ``generate`` and ``ChatTemplate.render`` do.  Also raises ValueError
         for a checkpoint without a chat template."""
@@ -308,10 +343,11 @@ class LLM:
             )
         chats = as_list(messages)
         chats = [chats] if chats and isinstance(chats[0], Mapping) else chats
+        template_options |= template_options.pop("chat_template_kwargs", None) or {}
         texts = [self.chat_template.render(chat, **template_options) for chat in chats]
         # The rendered text already has the special tokens.
         prompts = [self.encode(text, add_special_tokens=False) for text in texts]
-        outputs = self.generate(prompts, sampling_params)
+        outputs = self.generate(prompts, sampling_params, use_tqdm)
         return [
             dataclasses.replace(output, prompt=text)
             for output, text in zip(outputs, texts, strict=True)
@@ -364,6 +400,15 @@ class LLM:
         """
         self._streams.abort(request_id)
 
+    def get_tokenizer(self) -> Any:
+        """The checkpoint's tokenizer and chat template as a tokenizer of transformers.
+
+        ``tokenizer`` is the one of tokenizers that the LLM itself uses.  Raises ValueError for a
+        checkpoint without a tokenizer, and ImportError without transformers."""
+        if self.tokenizer is None:
+            raise ValueError("get_tokenizer: there is no tokenizer.json in the model's folder")
+        return to_transformers(self.tokenizer, self.chat_template)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt.  add_special_tokens: add the tokenizer's special tokens (BOS ...).
 
@@ -377,9 +422,25 @@ class LLM:
             text.encode()  # the error names a lone surrogate
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def _with_special_stops(self, params: SamplingParams) -> SamplingParams:
-        """Replace stop strings that are special tokens by stop tokens: texts do not show them."""
-        if self.tokenizer is None or not params.skip_special_tokens:
+    def _bad_words(self, words: Collection[str | Sequence[int]]) -> Iterator[Sequence[int]]:
+        """Bad words as token ids: of a text, those at the start and in the middle of a line."""
+        for word in words:
+            if not isinstance(word, str):
+                yield word
+                continue
+            plain, spaced = (
+                self.encode(blank + word.lstrip(), add_special_tokens=False) for blank in ("", " ")
+            )
+            yield plain
+            if len(spaced) == len(plain) and spaced[0] != plain[0]:
+                yield spaced
+
+    def _with_token_ids(self, params: SamplingParams) -> SamplingParams:
+        """Replace bad words, and stop strings that texts do not show, by token ids."""
+        if self.tokenizer is None:
+            return params
+        params = dataclasses.replace(params, bad_words=list(self._bad_words(params.bad_words)))
+        if not params.skip_special_tokens:
             return params
         special = {
             token.content: token_id
@@ -407,14 +468,10 @@ class LLM:
             if not isinstance(params, SamplingParams):
                 raise ValueError(f"sampling_params[{i}]={shown(params)}: needs SamplingParams")
             try:
-                keys: dict[str, Any] = {"priority": number}
-                if isinstance(prompt, SaltedPrompt):
-                    keys["cache_salt"] = prompt.cache_salt
-                    prompt = prompt.prompt
-                text = prompt if isinstance(prompt, str) else None
-                tokens = to_token_ids(prompt) if text is None else self.encode(text)
-                if params.stop:
-                    params = self._with_special_stops(params)
+                text, tokens, salt = split_prompt(prompt, self.encode)
+                if params.stop or params.bad_words:
+                    params = self._with_token_ids(params)
+                keys: dict[str, Any] = {"priority": number, "cache_salt": salt}
                 self.engine.check(tokens, params, **keys)
             except ValueError as error:
                 raise ValueError(f"prompts[{i}]: {error}") from None

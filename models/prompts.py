@@ -5,7 +5,7 @@ import functools
 import inspect
 import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
@@ -35,7 +35,7 @@ class SaltedPrompt:
         check_key("cache_salt", self.cache_salt, str | bytes)
 
 
-Prompt = str | Sequence[int] | SaltedPrompt
+Prompt = str | Sequence[int] | Mapping[str, Any] | SaltedPrompt
 Messages = Sequence[Mapping[str, object]]
 """Messages of a chat, usually with a "role" and a "content"."""
 
@@ -74,25 +74,71 @@ def load_tokenizer(folder: Path | None) -> Tokenizer | None:
     return tokenizer
 
 
-def as_list(values: object) -> list:
-    """The items of an iterable, or ``values`` alone."""
-    return list(values) if isinstance(values, Iterable) else [values]
+def as_list(values: Any) -> list:
+    """The items of an iterable; a text, a mapping or any other value alone."""
+    return list(values) if _is_several(values) else [values]
 
 
 def list_prompts(prompts: Any) -> list[Any]:
     """One or several prompts as a list.  Token ids may be a list, an array or a tensor."""
-    if isinstance(prompts, str | bytes | bytearray | range) or not isinstance(prompts, Iterable):
+    if isinstance(prompts, bytes | bytearray | range) or not _is_several(prompts):
         return [prompts]
     if hasattr(prompts, "ndim"):
         return [prompts] if prompts.ndim < 2 else list(prompts)
-    prompts = list(prompts)
-    return [prompts] if prompts and isinstance(prompts[0], Integral) else prompts
+    _check_order("prompts", prompts)
+    return [prompts] if prompts and isinstance(prompts[0], Integral) else list(prompts)
+
+
+def split_prompt(
+    prompt: Any, encode: Callable[[str], list[int]]
+) -> tuple[str | None, list[int], str | bytes | None]:
+    """Text (or None), token ids and cache salt (or None) of a prompt.  ``encode`` encodes its text.
+
+    A mapping has vLLM's keys "prompt" or "prompt_token_ids", and may have "cache_salt".  If it has
+    both text and token ids, the ids are the prompt.
+
+    Raises ValueError for a mapping with other keys, and for what is no prompt."""
+    if isinstance(prompt, SaltedPrompt):
+        return *split_prompt(prompt.prompt, encode)[:2], prompt.cache_salt
+    if isinstance(prompt, str):
+        return prompt, encode(prompt), None
+    if not isinstance(prompt, Mapping):
+        return None, to_token_ids(prompt), None
+    given = {key: value for key, value in prompt.items() if value is not None}
+    text, token_ids = given.pop("prompt", None), given.pop("prompt_token_ids", None)
+    salt = given.pop("cache_salt", None)
+    if not isinstance(text, str | None):
+        raise ValueError(f"prompt: {{'prompt': {shown(text)}}}: needs a text")
+    if token_ids is not None and not given:
+        return text, to_token_ids(token_ids), salt
+    if text is not None and not given:
+        return text, encode(text), salt
+    problem = f"has {', '.join(map(shown, given))}" if given else f"is {shown(prompt)}"
+    raise ValueError(
+        f"prompt: the mapping {problem}; needs 'prompt' or 'prompt_token_ids', and may have "
+        "'cache_salt'"
+    )
+
+
+def _is_several(values: object) -> bool:
+    """Whether ``values`` is an iterable of items, and neither a text nor a mapping."""
+    return isinstance(values, Iterable) and not isinstance(values, str | Mapping)
+
+
+def _check_order(name: str, values: object) -> None:
+    """Raise ValueError for an iterable that is no sequence: its order may be any."""
+    if _is_several(values) and not isinstance(values, Sequence):
+        kind = type(values).__name__
+        has_no_order = ", which has no order" * isinstance(values, set | frozenset)
+        raise ValueError(f"{name}: got a {kind}{has_no_order}; pass a list")
 
 
 def to_token_ids(prompt: Iterable[int]) -> list[int]:
     """Token ids as a list of int.  Raises ValueError for other types."""
     if isinstance(prompt, bytes | bytearray):
         raise ValueError(f"prompt: got bytes, {shown(prompt)}; decode them to a str")
+    if not hasattr(prompt, "ndim"):
+        _check_order("prompt", prompt)
     if isinstance(prompt, range):
         prompt = prompt[: 2**24 + 1]  # longer than any model's maximum
     try:
@@ -143,7 +189,7 @@ class ChatTemplate:
         if add_generation_prompt is None:
             add_generation_prompt = not options.get("continue_final_message")
         try:
-            return self._reader.apply_chat_template(
+            return self.reader.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=add_generation_prompt, **options
             )
         except Exception as error:  # a template may raise any exception
@@ -151,7 +197,7 @@ class ChatTemplate:
             raise ValueError(f"messages: {files}: {error} ({type(error).__name__})") from error
 
     @functools.cached_property
-    def _reader(self) -> Any:
+    def reader(self) -> Any:
         """A tokenizer of transformers without a vocabulary.  It reads and renders the templates."""
         transformers = import_transformers()  # takes seconds
         from transformers import PreTrainedTokenizerBase
@@ -174,6 +220,15 @@ class ChatTemplate:
         if self._source is None:
             return Reader.from_pretrained(self._path, local_files_only=True)
         return Reader(chat_template=self._source, **self._special_tokens)
+
+
+def to_transformers(tokenizer: Tokenizer, template: ChatTemplate | None) -> Any:
+    """A tokenizer of transformers with the special tokens of ``template``, if there is one."""
+    fields = {}
+    if template is not None:
+        fields = {"chat_template": template.reader.chat_template}
+        fields |= template.reader.special_tokens_map
+    return import_transformers().PreTrainedTokenizerFast(tokenizer_object=tokenizer, **fields)
 
 
 def _template_files(folder: Path) -> list[Path]:

@@ -149,17 +149,26 @@ class Sampler:
 def _with_penalties(
     logits: torch.Tensor, params: list[SamplingParams], sequences: Sequence[ScheduledSequence]
 ) -> torch.Tensor:
-    """Apply penalties, and exclude stop tokens before min_tokens.  Does not mutate ``logits``."""
+    """Apply biases and penalties, and exclude bad words and stop tokens before min_tokens.
+
+    The order is vLLM's.  Does not mutate ``logits``."""
     changed = [
         row
         for row, p in enumerate(params)
-        if p.has_penalties or (p.min_tokens and p.min_tokens > sequences[row].num_output_tokens)
+        if p.has_penalties or p.logit_bias or p.min_tokens > sequences[row].num_output_tokens
     ]
     if not changed:
         return logits
     logits = logits.to(torch.float32, copy=True)
     for row in changed:
         seq, p, scores = sequences[row], params[row], logits[row]
+        if p.bad_words:
+            output = seq.output_token_ids
+            starts = [max(0, len(output) + 1 - len(word)) for word in p.bad_words]
+            words = zip(starts, p.bad_words, strict=True)
+            scores[[word[-1] for i, word in words if (*output[i:],) == word[:-1]]] = -torch.inf
+        if p.logit_bias:
+            scores[[*p.logit_bias]] += scores.new_tensor([*p.logit_bias.values()])
         tokens = torch.tensor(seq.token_ids, dtype=torch.int64, device=logits.device)
         if p.repetition_penalty != 1:
             penalty, old = p.repetition_penalty, scores[tokens]

@@ -169,10 +169,24 @@ class Engine:
                 f"than max_model_len={self.max_model_len}, which model and KV cache allow"
             )
         if params.beam_width is not None:
-            self._check_beam_search(length, params.max_tokens, params.beam_width)
+            self._check_beam_search(length, self._max_tokens(params, length), params.beam_width)
+        self._check_tokens(params)
         if params.stop and self.new_decoder is None:
             raise ValueError(f"stop={params.stop!r}: texts need a tokenizer; give stop_token_ids")
         return prompt_token_ids
+
+    def _max_tokens(self, params: SamplingParams, prompt_length: int) -> int:
+        room = self.max_model_len - prompt_length
+        return room if params.max_tokens is None else min(params.max_tokens, room)
+
+    def _check_tokens(self, params: SamplingParams) -> None:
+        biased = [("logit_bias", [*params.logit_bias])] if params.logit_bias else []
+        for name, tokens in biased + [("bad_words", word) for word in params.bad_words]:
+            if isinstance(tokens, str):
+                raise ValueError(f"{name}={tokens!r}: texts need a tokenizer; give token ids")
+            if self.vocab_size is not None and max(tokens) >= self.vocab_size:
+                needs = f"needs ids from 0 to {self.vocab_size - 1}"
+                raise ValueError(f"{name}: token id {max(tokens)}; {needs}")
 
     def _check_session(self, hint: SessionHint | None) -> None:
         if hint is not None and hint.session in self._ended_sessions:
@@ -186,7 +200,7 @@ class Engine:
             needs = f"needs at most max_num_seqs={max_num_seqs}"
             raise ValueError(f"beam_width={shown(width)}: {needs}")
         block_size = self.manager.block_size
-        longest = min(prompt_length + max_tokens, self.max_model_len)
+        longest = prompt_length + max_tokens
         needed = width * -(-longest // block_size)
         available = self.scheduler.longest_sequence(needed * block_size) // block_size
         if available < needed:
@@ -227,7 +241,7 @@ class Engine:
         prompt_token_ids = self.check(prompt_token_ids, params, priority=priority, **keys)
         stops = frozenset(params.stop_token_ids)
         length = len(prompt_token_ids)
-        max_tokens = min(params.max_tokens, self.max_model_len - length)
+        max_tokens = self._max_tokens(params, length)
         request = Request(
             request_id=next(self._request_ids),
             params=params,

@@ -2,21 +2,22 @@
 
 import math
 import sys
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from numbers import Real
 from typing import Any
 
 from cache.blocks.session_hint import SessionHint
 from cache.checks import as_int, shown, true_or_false
+from cache.options import Options
 
 MAX_N = 16_384
 """Most outputs of a request, as in vLLM: each takes a place in the waiting queue."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(Options):
     """Sampling parameters of one request.
 
     Attributes:
@@ -30,9 +31,15 @@ class SamplingParams:
         presence_penalty: subtracted once if the token is in the output.
         repetition_penalty: positive logits of tokens that the prompt or the output contains are
             divided by it, negative ones multiplied (Keskar et al., 2019); 1 for none.
+        logit_bias: numbers that are added to the logits of tokens, by token id; -inf excludes a
+            token.
+        bad_words: texts, or sequences of token ids, that are not generated: the last token of each
+            is excluded after its other tokens.  ``LLM`` encodes texts with and without a blank in
+            front, as vLLM does.
         seed: an int of 64 bits.  A request with a seed gets the same tokens whatever else is in the
             batch.  Each of n outputs has its own noise.
-        max_tokens: most tokens to generate; fewer if the model's context or the cache ends.
+        max_tokens: most tokens to generate; fewer if the model's context or the cache ends.  None:
+            as many as these allow.
         min_tokens: nothing but max_tokens ends an output before it has this many tokens.
         stop: texts that end an output; its text ends before them, its tokens after.
         stop_token_ids: tokens that end an output, which includes them.
@@ -42,12 +49,14 @@ class SamplingParams:
         ignore_eos: do not end at the model's end-of-text tokens.
         skip_reading_prefix_cache: compute the whole prompt, although the cache may hold a part.
             Other requests find its blocks.
-        beam_width: number of beams of a beam search, which returns the n best; None samples.
+        beam_width: number of beams of a beam search, which returns the n best: without n, the best
+            beam alone.  None: no search, sampling.
         length_penalty: beams are ranked by sum(log p) / number of tokens ** length_penalty.
         session: hint for the eviction policy about the session of the request.  A plain id, a text
             or an int, is stored as SessionHint(id).  None: the request has no session.
 
-    Raises ValueError naming the argument for values outside these ranges.
+    Raises ValueError naming the argument for values outside these ranges, and TypeError for an
+    unknown argument.
     """
 
     n: int = 1
@@ -58,8 +67,10 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    bad_words: str | Collection[str | Sequence[int]] = ()
     seed: int | None = None
-    max_tokens: int = 64
+    max_tokens: int | None = 64
     min_tokens: int = 0
     stop: str | Collection[str] = ()
     stop_token_ids: Collection[int] = ()
@@ -72,8 +83,9 @@ class SamplingParams:
     session: SessionHint | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "bad_words"):
+            if isinstance(text := getattr(self, name), str):
+                object.__setattr__(self, name, (text,))
         for name, (convert, is_valid, needs) in _FIELDS.items():
             given = getattr(self, name)
             try:
@@ -83,7 +95,7 @@ class SamplingParams:
             except Exception:  # iterators and foreign numbers raise any
                 raise ValueError(f"{name}={shown(given)}: needs {needs}") from None
             object.__setattr__(self, name, value)
-        if self.min_tokens > self.max_tokens:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens={shown(self.min_tokens)}: needs an int from 0 to "
                 f"max_tokens={shown(self.max_tokens)}"
@@ -106,15 +118,17 @@ class SamplingParams:
     @cached_property
     def is_greedy(self) -> bool:
         """Whether the next token is always the likeliest by the model's logits."""
-        return self.temperature == 0 and not self.min_tokens and not self.has_penalties
+        changes = self.min_tokens or self.logit_bias or self.has_penalties
+        return self.temperature == 0 and not changes
 
     @cached_property
     def has_penalties(self) -> bool:
         """Whether earlier tokens change the logits of the next one."""
-        return (
+        return bool(
             self.repetition_penalty != 1
             or self.frequency_penalty != 0
             or self.presence_penalty != 0
+            or self.bad_words
         )
 
     @cached_property
@@ -138,6 +152,8 @@ _IDLE_IN_BEAM_SEARCH = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
+    "logit_bias": (None,),
+    "bad_words": ((),),
     "seed": (None,),
     "min_tokens": (0,),
     "stop": ((),),
@@ -166,6 +182,8 @@ def _number(value: Any) -> float:
 
 
 def _items(value: object) -> tuple:
+    if value is None:
+        return ()
     if not isinstance(value, Collection) or isinstance(value, str | bytes):
         raise TypeError
     return tuple(value)
@@ -173,7 +191,6 @@ def _items(value: object) -> tuple:
 
 _PENALTY = _number, lambda v: abs(v) <= 2, "a number from -2 to 2"
 _FLAG = partial(true_or_false, ""), lambda v: True, "True or False"
-_COUNT = _int, lambda v: 1 <= v < 2**63, "an int of at least 1, and of 64 bits"
 _FIELDS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], bool], str]] = {
     "n": (_int, lambda v: 1 <= v <= MAX_N, f"an int from 1 to {MAX_N:,}"),
     "temperature": (
@@ -188,7 +205,21 @@ _FIELDS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], bool], str]] = {
     "seed": (
         _int_or_none, lambda v: v is None or -(2**63) <= v < 2**64, "an int of 64 bits, or None",
     ),
-    "max_tokens": _COUNT,
+    "logit_bias": (
+        lambda v: {_int(token): _number(bias) for token, bias in dict(v or ()).items()} or None,
+        lambda v: v is None or (min(v) >= 0 and all(bias < math.inf for bias in v.values())),
+        "a mapping of token ids to numbers; -inf excludes a token",
+    ),
+    "bad_words": (
+        lambda v: tuple(w if isinstance(w, str) else tuple(map(_int, w[:])) for w in _items(v)),
+        lambda v: all(word and (isinstance(word, str) or min(word) >= 0) for word in v),
+        "a collection of texts or lists of token ids, none of them empty",
+    ),
+    "max_tokens": (
+        _int_or_none,
+        lambda v: v is None or 1 <= v < 2**63,
+        "an int of at least 1, and of 64 bits, or None",
+    ),
     "min_tokens": (_int, lambda v: v >= 0, "an int of at least 0"),
     "stop": (
         _items,

@@ -6,13 +6,14 @@ import math
 import pickle
 import shutil
 import types
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from cache import MANAGERS, Sequence
-from models import LLM, FinishReason, RequestOutput, SamplingParams
+from models import LLM, FinishReason, LLMOptions, RequestOutput, SamplingParams
 from models.attention import FlashAttnBackend
 from models.generate import main
 from tests.models.tiny import oracle_tokens, tiny_config, tokens_of
@@ -289,6 +290,9 @@ def test_the_seed_of_the_llm_fixes(config, params, make_checkpoint):
         ({"device": "cuda"}, "device='cuda': there is no GPU here"),
         ({"device": "gpu"}, "device='gpu': choose from cpu, cuda"),
         ({"seed": None}, "seed=None: needs an int"),
+        ({"overlap": "no"}, "overlap='no': choose from None, True, False"),
+        ({"enforce_eager": None}, "enforce_eager=None: choose from True, False"),
+        ({"enforce_eager": True, "cuda_graphs": True}, "enforce_eager=True is cuda_graphs=False"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization=1.5: needs a number above 0"),
         ({"cuda_graphs": True}, "cuda_graphs=True: cannot capture attention_backend='torch'"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 does not divide num_q_heads=4"),
@@ -305,6 +309,27 @@ def test_options_that_do_not_fit_are_named(options, message, make_llm):
         pytest.skip("there is a GPU")
     with pytest.raises(ValueError, match=message):
         make_llm(**options)
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("num_kvcache_blocks", "use num_blocks"),
+        ("swap_space", "use num_host_blocks with preemption='swap'"),
+        ("quantization", "nothing here does its work, so leave it out"),
+        ("temperature", "SamplingParams has it"),
+        ("max_model_length", "did you mean max_model_len? choose from device, dtype, "),
+    ],
+)
+def test_options_of_other_systems_are_explained(name, advice, make_llm):
+    with pytest.raises(TypeError) as raised:
+        make_llm(**{name: 1})
+    assert str(raised.value).startswith(f"LLM has no option {name}; {advice}")
+
+
+def test_names_and_values_of_vllm_are_served():
+    asked = LLMOptions(dtype="auto", kv_cache_dtype="auto", enforce_eager=True)
+    assert (asked.dtype, asked.kv_cache_dtype, asked.cuda_graphs) == (None, None, False)
 
 
 def test_more_positions_than_rope_tells_apart_need_a_longest_sequence():
@@ -358,6 +383,20 @@ def test_command_line(text_checkpoint, expected, capsys):
     assert "prompt: w5\n" in printed
     assert "prompt: [5]\n" in printed
     assert "1 prompt tokens, 0 of them cached; 10 tokens generated; first after" in printed
+
+
+def test_the_command_line_says_which_beams_it_prints(text_checkpoint, capsys):
+    arguments = "--prompt w1 --beam-width 3 --max-tokens 2 --num-blocks 20"
+    assert main(["--model", str(text_checkpoint), *arguments.split()]) == 0
+    printed = capsys.readouterr().out
+    assert "prompt: w1\nbeam search: the best 1 of 3 beams; --n returns more\noutput 0" in printed
+    assert "output 1" not in printed
+
+
+def test_an_interrupt_of_the_command_line_is_one_line(text_checkpoint, capsys, monkeypatch):
+    monkeypatch.setattr(LLM, "generate", mock.Mock(side_effect=KeyboardInterrupt))
+    assert main(["--model", str(text_checkpoint), "--prompt", "w1"]) == 130
+    assert capsys.readouterr() == ("", "interrupted\n")
 
 
 @pytest.mark.parametrize(

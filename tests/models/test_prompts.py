@@ -8,7 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from models.prompts import list_prompts, load_chat_template, load_tokenizer, to_token_ids
+from models.prompts import (
+    list_prompts,
+    load_chat_template,
+    load_tokenizer,
+    split_prompt,
+    to_token_ids,
+)
 
 
 @pytest.mark.parametrize(
@@ -23,11 +29,31 @@ def test_one_prompt(prompt):
 
 def test_several_prompts():
     for prompts, count in (
-        ([], 0), ([[]], 1), (["a", [1, 2], "b"], 3), (iter(["a", "b"]), 2),
+        ([], 0), ([[]], 1), (["a", [1, 2], "b"], 3), (("a", {"prompt": "b"}), 2),
         ([np.array([1]), np.array([2])], 2), (np.array([[1, 2], [3, 4]]), 2),
         (torch.tensor([[1, 2], [3, 4], [5, 6]]), 3), ([torch.tensor([1]), torch.tensor([2])], 2),
     ):  # fmt: skip
         assert len(list_prompts(prompts)) == count
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ({"b", "a"}, "prompts: got a set, which has no order; pass a list"),
+        (frozenset([1]), "prompts: got a frozenset, which has no order"),
+        ((text for text in "ab"), "prompts: got a generator; pass a list"),
+        ({"prompt": "a"}.values(), "prompts: got a dict_values; pass a list"),
+        ([{2, 1}], "prompt: got a set, which has no order"),
+        ([{}], "prompt: the mapping is {}; needs 'prompt' or 'prompt_token_ids', and may have"),
+        ([{"prompt": "a", "multi_modal_data": {}}], "the mapping has 'multi_modal_data'; needs"),
+        ([{"text": "a"}], "prompt: the mapping has 'text'; needs 'prompt' or"),
+        ([{"prompt": ["a"]}], r"prompt: {'prompt': \['a'\]}: needs a text"),
+        ([{"prompt_token_ids": "a"}], "prompt: needs a text or token ids, got 'a'"),
+    ],
+)  # fmt: skip
+def test_what_is_no_prompt_is_named(prompts, message):
+    with pytest.raises(ValueError, match=message):
+        split_prompt(*list_prompts(prompts), list)
 
 
 def test_token_ids_become_ints():

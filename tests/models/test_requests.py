@@ -1,8 +1,11 @@
 """Options of requests, through LLM on tiny checkpoints."""
 
 import dataclasses
+import io
+import itertools
 import json
 import math
+import sys
 
 import pytest
 import torch
@@ -54,6 +57,55 @@ def test_frequency_and_presence_penalties(frequency, presence, llm, make_checkpo
     params = [SamplingParams(temperature=0, max_tokens=20, **penalties), GREEDY]
     plain = tokens_of(llm.generate(PROMPT, GREEDY))
     assert tokens_of(llm.generate([PROMPT, PROMPT], params)) == [expected, *plain]
+
+
+def test_a_bias_is_added_to_logits(llm, make_checkpoint):
+    biases = {5: 3.0, 60: -math.inf, 7: -2}
+    bias = torch.zeros(97).index_put((torch.tensor([*biases]),), torch.tensor([*biases.values()]))
+    expected = greedy_by_hand(make_checkpoint("llama")[1], lambda logits, _: logits + bias)
+    params = [SamplingParams(temperature=0, max_tokens=20, logit_bias=biases), GREEDY]
+    plain = tokens_of(llm.generate(PROMPT, GREEDY))
+    assert tokens_of(llm.generate([PROMPT, PROMPT], params)) == [expected, *plain]
+    assert 60 not in expected != plain[0]
+
+
+def test_bad_words_are_not_generated(llm, make_checkpoint, text_checkpoint):
+    [plain] = tokens_of(llm.generate(PROMPT, GREEDY))
+    words = [plain[3:4], plain[5:7], [96] * 30]
+
+    def choose(logits, output):
+        for *before, last in words:
+            if output[len(output) - len(before) :] == before:
+                logits[last] = -math.inf
+        return logits
+
+    expected = greedy_by_hand(make_checkpoint("llama")[1], choose, 10)
+    assert expected != plain
+    params = dataclasses.replace(GREEDY, bad_words=words)
+    assert tokens_of(llm.generate(PROMPT, params)) == [expected]
+    texts = [" ".join(f"w{token}" for token in word) for word in words]
+    params = dataclasses.replace(GREEDY, bad_words=texts)
+    assert tokens_of(LLM(text_checkpoint, num_blocks=64).generate(PROMPT, params)) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"logit_bias": {97: 1.0}}, "logit_bias: token id 97; needs ids from 0 to 96"),
+        ({"bad_words": [[1, 98]]}, "bad_words: token id 98; needs ids from 0 to 96"),
+        ({"bad_words": ["a"]}, "bad_words='a': texts need a tokenizer; give token ids"),
+    ],
+)
+def test_tokens_out_of_the_vocabulary_are_named(params, message, llm):
+    with pytest.raises(ValueError, match=message):
+        llm.generate(PROMPT, SamplingParams(**params))
+
+
+def test_without_max_tokens_an_output_ends_with_the_context(make_llm):
+    llm = make_llm(num_blocks=64, max_model_len=40)
+    for options in ({}, {"beam_width": 2}):
+        [output] = llm.generate(PROMPT, SamplingParams(max_tokens=None, **options))
+        assert len(output.outputs[0].token_ids) == 14
 
 
 def test_min_tokens_puts_off_whatever_ends_an_output(llm):
@@ -148,12 +200,52 @@ def test_the_token_that_ends_an_output_has_no_text(
 def test_nothing_is_shared_across_salts(make_llm):
     """Each tenant finds only its own prompts in the cache."""
     llm = make_llm(block_size=4, num_blocks=64)
-    prompts = [PROMPT, SaltedPrompt(PROMPT, "a"), SaltedPrompt(PROMPT, b"a")] * 2
-    outputs = [llm.generate(prompt, GREEDY)[0] for prompt in prompts]
-    assert [output.stats.num_cached_tokens for output in outputs] == [0] * 3 + [24] * 3
+    prompts = [PROMPT, SaltedPrompt(PROMPT, "a"), SaltedPrompt(PROMPT, b"a")]
+    prompts += [{"prompt_token_ids": PROMPT, "cache_salt": salt} for salt in ("b", None, "a")]
+    outputs = [llm.generate(prompt, GREEDY)[0] for prompt in prompts + prompts[:4]]
+    assert [o.stats.num_cached_tokens for o in outputs] == [0] * 4 + [24] * 6
     assert {tuple(output.prompt_token_ids) for output in outputs} == {tuple(PROMPT)}
-    with pytest.raises(ValueError, match=r"cache_salt=7: needs str \| bytes, got int"):
-        SaltedPrompt(PROMPT, 7)
+    for salted in (SaltedPrompt, lambda ids, salt: {"prompt_token_ids": ids, "cache_salt": salt}):
+        with pytest.raises(ValueError, match=r"cache_salt=7: needs str \| bytes"):
+            llm.generate(salted(PROMPT, 7))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "texts"),
+    [
+        ("w1 w2", ["w1 w2"]),
+        ({"prompt": "w1 w2"}, ["w1 w2"]),
+        ({"prompt_token_ids": [1, 2], "multi_modal_data": None}, [None]),
+        ([{"prompt": "a text", "prompt_token_ids": [1, 2]}, [1, 2]], ["a text", None]),
+        ((SaltedPrompt("w1 w2", "a"), {"prompt": "w1 w2", "cache_salt": "a"}), ["w1 w2"] * 2),
+    ],
+)
+def test_prompts_have_the_forms_of_vllm(prompts, texts, text_checkpoint):
+    outputs = LLM(text_checkpoint, num_blocks=64).generate(prompts, GREEDY)
+    assert [output.prompt for output in outputs] == texts
+    assert all(output.prompt_token_ids == [1, 2] for output in outputs)
+
+
+@pytest.mark.parametrize(
+    ("use_tqdm", "terminal", "shown"),
+    [(None, True, True), (None, False, False), (True, False, True), (False, True, False)],
+)
+def test_work_of_more_than_a_second_shows_progress(use_tqdm, terminal, shown, llm, monkeypatch):
+    class Stream(io.StringIO):
+        isatty = lambda self: terminal  # noqa: E731
+
+    seconds = itertools.count()
+    monkeypatch.setattr(sys, "stderr", Stream())
+    monkeypatch.setattr("tqdm.std.time", lambda: next(seconds))
+    llm.generate([PROMPT, PROMPT], GREEDY, use_tqdm)
+    assert ("generate: 100%" in sys.stderr.getvalue()) == shown
+    assert ("20 tokens" in sys.stderr.getvalue()) == shown
+    monkeypatch.setattr("tqdm.std.time", lambda: 0)
+    monkeypatch.setattr(sys, "stderr", Stream())
+    llm.generate(PROMPT, GREEDY, use_tqdm)
+    assert sys.stderr.getvalue() == ""
+    with pytest.raises(ValueError, match="use_tqdm=1: needs True or False"):
+        llm.generate(PROMPT, GREEDY, 1)
 
 
 def test_blocks_behind_the_window_are_given_back(make_llm, make_checkpoint):
@@ -259,7 +351,14 @@ def test_chats(chat_checkpoint):
     assert two.prompt_token_ids[1] != 10
     [continued] = llm.chat(MESSAGES, GREEDY, continue_final_message=True)
     assert continued.prompt == "w10 <system> w1 w2 w11 <user> w3"
-    assert llm.chat(MESSAGES, GREEDY, enable_thinking=False)[0].prompt == two.prompt + " w12"
+    quiet = {"enable_thinking": False}
+    for options in (quiet, {"chat_template_kwargs": quiet}):
+        assert llm.chat(MESSAGES, GREEDY, **options)[0].prompt == two.prompt + " w12"
+    assert llm.chat(MESSAGES[1], GREEDY)[0].outputs == three.outputs
+    tokenizer = llm.get_tokenizer()
+    text = tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+    assert text == two.prompt
+    assert tokenizer.encode("w1 w10 w2") == [1, 10, 2]
     assert llm.chat(MESSAGES, GREEDY, enable_thinkin=False)[0].prompt == two.prompt
 
 
@@ -277,7 +376,7 @@ def test_messages_that_the_template_refuses(chat_checkpoint):
         ([{"role": "tool", "content": "w1"}], "tokenizer_config.json: no tools"),
         ([["w1"]], "messages: needs mappings, got 'w1'"),
         (7, "messages: needs mappings, got 7"),
-        (MESSAGES[0], "messages: needs mappings, got 'r'"),
+        ("w1", "messages: needs mappings, got 'w1'"),
         ([{"role": "user", "content": "\ud800"}], "surrogates not allowed"),
         ([{"role": "user", "content": [{"type": "image"}]}], "parts of type text, got .*image"),
     ):

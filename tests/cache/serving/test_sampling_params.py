@@ -30,6 +30,12 @@ from cache.serving.sampling_params import SamplingParams
         ({"skip_reading_prefix_cache": 1}, "skip_reading_prefix_cache=1: needs True or False"),
         ({"seed": 1.0}, "seed=1.0"),
         ({"max_tokens": 0}, "max_tokens=0"),
+        ({"logit_bias": {"5": 1.0}}, "logit_bias={'5': 1.0}: needs a mapping of token ids to"),
+        ({"logit_bias": {5: math.nan}}, "logit_bias={5: nan}"),
+        ({"logit_bias": 7}, "logit_bias=7"),
+        ({"bad_words": ["a", []]}, r"bad_words=\['a', \[\]\]: needs a collection of texts or"),
+        ({"bad_words": [{1, 2}]}, r"bad_words=\[{1, 2}\]"),
+        ({"beam_width": 2, "bad_words": "a"}, "has no meaning for beam search"),
         ({"stop_token_ids": "ab"}, "stop_token_ids='ab'"),
         ({"stop_token_ids": [-1]}, r"stop_token_ids=\[-1\]"),
         ({"length_penalty": None}, "length_penalty=None"),
@@ -49,6 +55,21 @@ def test_invalid_parameters_are_named(arguments, message):
         SamplingParams(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("best_of", "use n with logprobs=0, and rank the outputs by cumulative_logprob"),
+        ("prompt_logprobs", "nothing here does its work, so leave it out"),
+        ("temprature", "did you mean temperature? choose from n, temperature, top_k, top_p,"),
+        ("x", "choose from n, temperature, top_k, top_p,"),
+    ],
+)
+def test_unknown_parameters_are_explained(name, advice):
+    with pytest.raises(TypeError) as raised:
+        SamplingParams(**{name: 1})
+    assert str(raised.value).startswith(f"SamplingParams has no option {name}; {advice}")
+
+
 def test_stop_token_ids_are_copied():
     stops = [3, 3, 1]
     params = SamplingParams(stop_token_ids=stops)
@@ -62,7 +83,8 @@ def test_stop_token_ids_are_copied():
         {"n": 1, "max_tokens": 1, "min_tokens": 1, "top_k": -1, "top_p": 1, "min_p": 1},
         {"temperature": 0, "frequency_penalty": 2, "presence_penalty": -2, "min_p": 0},
         {"frequency_penalty": -2, "presence_penalty": 2, "repetition_penalty": 1e-9, "logprobs": 0},
-        {"stop": (), "stop_token_ids": [0], "seed": -1, "top_p": 1e-9},
+        {"stop": (), "stop_token_ids": [0], "seed": -1, "top_p": 1e-9, "max_tokens": None},
+        {"logit_bias": {0: -math.inf}, "bad_words": ("a", (1, 2)), "min_tokens": 9},
         {"beam_width": 1, "length_penalty": 100, "temperature": 1, "top_k": -1},
         {"beam_width": 3, "n": 3, "length_penalty": -100, "temperature": 0, "top_k": 0},
     ],
@@ -75,6 +97,7 @@ def test_limits_are_allowed(arguments):
 def test_is_greedy_and_has_penalties():
     assert SamplingParams(temperature=0).is_greedy
     assert not SamplingParams().is_greedy
-    for name, value in {"min_tokens": 1, "repetition_penalty": 2, "presence_penalty": 1}.items():
+    changes = {"min_tokens": 1, "logit_bias": {1: 1}, "bad_words": "a", "presence_penalty": 1}
+    for name, value in changes.items():
         assert not SamplingParams(temperature=0, **{name: value}).is_greedy
     assert not SamplingParams(temperature=0, min_tokens=1).has_penalties
