@@ -124,17 +124,37 @@ def _nano_vllm_bench(clock: GpuClock, sequences: int, seed: int) -> float:
 
 
 def _draw(rows: style.DataFrame) -> style.Figure:
+    """Draw the error of each point, with a row per case that names the published values."""
     cases = rows.groupby("title", sort=False)
-    figure, axes, _ = style.panel_grid(len(cases), height=1.9)
+    figure, [axis], _ = style.panel_grid(1, height=0.5 + 0.17 * len(cases), width=6.8)
+    names = []
+    for place, (title, points) in enumerate(cases):
+        errors, published = 100 * points["error"], points["published"]
+        ends = sorted({published.min(), published.max()})
+        extent = " to ".join(f"{round(end, 1 if end < 100 else None):,}" for end in ends)
+        names.append(f"{title}: {extent} {points['unit'].iloc[0]}")
+        axis.plot(errors, [place] * len(errors), **style.dots(style.BLUE, "o", fill=False))
+        axis.plot(errors.mean(), place, **style.dots(style.BLACK, "|") | {"markersize": 9})
+    style.name_rows(axis, names)
+    axis.axvline(0, **style.BOUND)
+    axis.set_xlabel("modelled / published - 1 (%); black: mean of the row")
+    figure.supxlabel(serving.noted(figure, ""))
+    return figure
+
+
+def _draw_curves(rows: style.DataFrame) -> style.Figure | None:
+    """Draw published and modelled values of the cases with at least three values of x."""
+    rows = rows[rows.groupby("case")["x"].transform("nunique") >= 3]
+    if rows.empty:
+        return None
+    cases = rows.groupby("title", sort=False)
+    figure, axes, _ = style.panel_grid(len(cases), height=1.7)
     for axis, (title, points) in zip(axes, cases, strict=True):
         published, modelled = style.dots(style.BLACK, "o"), style.line(style.BLUE, "x")
-        style.curve(
-            axis, points, "x", "published", label="published; ours: measured here", **published
-        )
+        style.curve(axis, points, "x", "published", label="published", **published)
         style.curve(axis, points, "x", "modelled", label="modelled", markersize=2, **modelled)
-        mean = 100 * points["error"].abs().mean()
         top = 1.15 * points[["published", "modelled"]].to_numpy().max()
-        axis.set(title=f"{title}\nmean |error| {mean:.1f} %", xlim=(0, None), ylim=(0, top))
+        axis.set(title=title, xlim=(0, None), ylim=(0, top))
         axis.set(xlabel=points["x_label"].iloc[0], ylabel=points["unit"].iloc[0])
     return style.shared_legend(figure, xlabel=serving.noted(figure, ""))
 
@@ -179,6 +199,7 @@ EXPERIMENT = Experiment(
     quick=PublishedServing(case=("lambda_h100_10", "bench_8b", "bench_70b")),
     run_cell=run_cell,
     plot=style.plotter(
-        {"published_serving": _draw}, {"summary": (_summary, "%.4g"), "hosts": (_hosts, "%.3g")}
+        {"published_serving": _draw, "curves": _draw_curves},
+        {"summary": (_summary, "%.4g"), "hosts": (_hosts, "%.3g")},
     ),
 )
