@@ -9,7 +9,7 @@ Run ``python -m cache.traces.convert FORMAT SOURCE OUT``.  OUT ends in ``.jsonl`
   components.  Their lengths are in separate files;
 - ``sessions``: a folder of callanjfox/kv-cache-tester's ``trace_*.json``: one session of a coding
   agent per file.  Ids and times are the session's own;
-- ``trace``: a file that ``load_trace`` can read (Mooncake, Azure), for use with ``--coarsen``.
+- ``trace``: a file that ``load_trace`` can read (Mooncake, CSV).
 """
 
 import argparse
@@ -17,7 +17,6 @@ import itertools
 import operator
 import os
 import reprlib
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import partial
@@ -208,6 +207,8 @@ def main(arguments: list[str] | None = None) -> None:
         if name == "sessions":
             command.add_argument("--hours", type=float, default=24.0, help="range of the starts")
             command.add_argument("--seed", type=int, default=0, help="seed of the starts")
+        if name == "trace":
+            command.add_argument("--columns", help="of a CSV file: time=ts,input_length=prompt,...")
     options = vars(parser.parse_args(arguments))
     convert, source, out = known[options.pop("format")], options.pop("source"), options.pop("out")
     factor = options.pop("coarsen")
@@ -215,7 +216,7 @@ def main(arguments: list[str] | None = None) -> None:
         trace = convert(source, **options).coarsened(factor)
         save_trace(trace, out)
     except (OSError, ValueError) as error:
-        sys.exit(f"{parser.prog}: {error}")
+        parser.exit(2, f"{parser.prog}: {error}\n")
     print(f"{out}: {trace!r}, an infinite cache hits {trace.infinite_cache_hit_rate:.4f}")
 
 

@@ -4,13 +4,14 @@ Two formats can be read, uncompressed or compressed with gzip (``.gz``) or zstan
 
 - JSON lines (``.jsonl``), as published with Mooncake (FAST'25): an object per line with
   ``timestamp`` (ms), ``input_length``, ``output_length`` (tokens) and ``hash_ids``;
-- CSV (``.csv``), the format of Azure's LLM inference traces (2023 and 2024): ``TIMESTAMP``,
-  ``ContextTokens``, ``GeneratedTokens``.  It has no block ids.
+- CSV (``.csv``), by default with the columns of Azure's LLM inference traces (2023 and 2024), which
+  have no block ids: ``TIMESTAMP``, ``ContextTokens``, ``GeneratedTokens``.
 
 This module reads files; ``cache.traces.trace`` checks requests.
 """
 
 import contextlib
+import csv
 import itertools
 import json
 import math
@@ -18,7 +19,7 @@ import os
 import re
 import reprlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,7 +32,11 @@ FORMATS = (".jsonl", ".csv")
 MAX_LINE_BYTES = 2**26
 
 _MOONCAKE_FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
-_AZURE_FIELDS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_CSV_FIELDS = ("time", "timestamp", "input_length", "hash_ids", "output_length")
+AZURE_COLUMNS = "time=TIMESTAMP,input_length=ContextTokens,output_length=GeneratedTokens"
+_WORD = re.compile(r"""[^][\s,;|'"]+""")
+"""An id in a cell with several ids."""
+_INTEGER = re.compile("0|-?[1-9][0-9]*")
 
 
 class TraceError(ValueError):
@@ -139,49 +144,103 @@ class RecordParser:
     A call returns ``(timestamp_ms, input_length, output_length, hash_ids, further)``, or None for
     the header of a CSV file.  ``further`` contains all further numbers and texts of a JSON object.
     Values are not checked.  For CSV, timestamps are milliseconds since the first row (precise to 1
-    us), and ``hash_ids`` is ().  Raises ValueError for a line that does not parse, a missing field
-    and a negative timestamp in JSON.
+    us).  Raises ValueError for a line that does not parse, a missing field and a negative timestamp
+    in JSON.
+
+    columns: the columns of a CSV file, see ``load_trace``.  Raises ValueError for an unknown field,
+    and for columns without times or without prompts.
     """
 
-    def __init__(self, file_format: str | None):
+    def __init__(self, file_format: str | None, columns: str | Mapping[str, str | int]):
         self._format = file_format
-        self._columns: list[str] = []
-        self._start: datetime | None = None
+        self._columns = _column_map(columns)
+        self._header: list[str] = []
+        self._start: float | None = None
+        self._words: dict[str, int] = {}
+        csv.field_size_limit(MAX_LINE_BYTES)
 
     def __call__(self, line: bytes) -> tuple | None:
         if self._format == ".jsonl":
             return _mooncake_record(line)
-        cells = [cell.strip() for cell in _decoded(line).split(",")]
-        if not self._columns:
-            self._columns = cells
-            missing = [field for field in _AZURE_FIELDS if field not in cells]
-            if missing:
-                raise ValueError(
-                    f"a CSV trace starts with a header that names {', '.join(_AZURE_FIELDS)}; "
-                    f"missing {', '.join(missing)} in {reprlib.repr(','.join(cells))}"
-                )
-            unique_keys([(cell, None) for cell in cells if cell in _AZURE_FIELDS])
-            return None
-        return self._azure_record(cells)
-
-    def _azure_record(self, cells: list[str]) -> tuple:
-        if len(cells) != len(self._columns):
-            raise ValueError(f"needs {len(self._columns)} columns, got {len(cells)}")
-        row = dict(zip(self._columns, cells, strict=True))
-        when, *lengths = (row[field] for field in _AZURE_FIELDS)
         try:
-            moment = datetime.fromisoformat(when)
-        except ValueError:
+            cells = [cell.strip() for cell in next(csv.reader([_decoded(line)], strict=True))]
+        except csv.Error as error:
+            raise ValueError(f"malformed CSV: {error}") from None
+        if self._header:
+            return self._csv_record(cells)
+        names = self._columns.values()
+        has_header = not all(map(str.isdecimal, names))
+        self._header = cells if has_header else [str(number + 1) for number in range(len(cells))]
+        if missing := [name for name in names if name not in self._header]:
             raise ValueError(
-                f"TIMESTAMP must be a date and time, got {reprlib.repr(when)}"
-            ) from None
-        for field, length in zip(_AZURE_FIELDS[1:], lengths, strict=True):
-            if not re.fullmatch("-?[0-9]+", length):
-                raise ValueError(f"{field} must be an integer, got {reprlib.repr(length)}")
-        # Files of 2024 have a time zone.  For files of 2023, UTC is assumed.
+                f"a CSV trace starts with a header that names {', '.join(names)}; missing "
+                f"{', '.join(missing)} in {reprlib.repr(','.join(cells))}. Name its own columns "
+                'with columns (--columns), such as "time=ts,input_length=prompt"'
+            )
+        unique_keys([(cell, None) for cell in self._header if cell in names])
+        return None if has_header else self._csv_record(cells)
+
+    def _csv_record(self, cells: list[str]) -> tuple:
+        if len(cells) != len(self._header):
+            raise ValueError(f"needs {len(self._header)} columns, got {len(cells)}")
+        row = dict(zip(self._header, cells, strict=True))
+        now, ids, lengths = 0.0, list[float](), dict[str, float]()
+        for field, name in self._columns.items():
+            if field == "hash_ids":
+                ids = [*map(self._id, _WORD.findall(row[name]))]
+            elif "length" in field:
+                lengths[field] = _integer(name, row[name])
+            else:
+                now = _microseconds(name, row[name], field)
+        self._start = now if self._start is None else self._start
+        input_length = lengths.get("input_length", len(ids))
+        return (now - self._start) / 1000, input_length, lengths.get("output_length", 0), ids, {}
+
+    def _id(self, word: str) -> float:
+        """The integer ``word``; an integer that no file has for another word."""
+        if _INTEGER.fullmatch(word):
+            return _as_int(word)
+        return self._words.setdefault(word, -(2**62) - len(self._words))
+
+
+def _column_map(columns: str | Mapping[str, str | int]) -> dict[str, str]:
+    """The column of each field."""
+    if isinstance(columns, str):
+        halves = [pair.partition("=") for pair in columns.split(",")]
+        if not all(field.strip() and name.strip() for field, _, name in halves):
+            text = reprlib.repr(columns)
+            raise ValueError(
+                f"columns: needs pairs such as time=ts,input_length=prompt, got {text}"
+            )
+        columns = unique_keys([(field.strip(), name.strip()) for field, _, name in halves])
+    if unknown := columns.keys() - set(_CSV_FIELDS):
+        choices = ", ".join(_CSV_FIELDS)
+        raise ValueError(f"columns: {min(unknown)!r} is unknown; choose from {choices}")
+    for needed, most in ((_CSV_FIELDS[:2], 1), (_CSV_FIELDS[2:4], 2)):
+        if not 1 <= len(columns.keys() & set(needed)) <= most:
+            raise ValueError(f"columns: needs {' or '.join(needed)}, got {', '.join(columns)}")
+    return {field: str(name) for field, name in columns.items()}
+
+
+def _microseconds(name: str, text: str, field: str) -> float:
+    """Since 1970 for a date and time; for a number, the number in microseconds."""
+    with contextlib.suppress(ValueError):
+        return float(text) * (1e6 if field == "time" else 1e3)
+    with contextlib.suppress(ValueError):
+        moment = datetime.fromisoformat(text)
+        # Azure's files of 2024 have a time zone.  For files of 2023, UTC is assumed.
         moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
-        self._start = self._start or moment
-        return (moment - self._start) / timedelta(milliseconds=1), *map(_as_int, lengths), (), {}
+        return (moment - datetime.fromtimestamp(0, UTC)) // timedelta(microseconds=1)
+    unit = "seconds" if field == "time" else "milliseconds"
+    raise ValueError(
+        f"{name} must be a date and time or a number of {unit}, got {reprlib.repr(text)}"
+    )
+
+
+def _integer(name: str, digits: str) -> float:
+    if not re.fullmatch("-?[0-9]+", digits):
+        raise ValueError(f"{name} must be an integer, got {reprlib.repr(digits)}")
+    return _as_int(digits)
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> None:
@@ -223,7 +282,7 @@ def _compressed(file: BinaryIO, compression: str | None):
     return contextlib.nullcontext(file)
 
 
-def unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An ``object_pairs_hook`` that makes a dict.  Raises ValueError for a repeated key."""
     record = dict(pairs)
     if len(record) < len(pairs):

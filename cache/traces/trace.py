@@ -25,7 +25,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 from cache.checks import at_least
-from cache.traces.files import RecordParser, TraceError, read_lines, split_suffixes, write_lines
+from cache.traces.files import (
+    AZURE_COLUMNS,
+    RecordParser,
+    TraceError,
+    read_lines,
+    split_suffixes,
+    write_lines,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -290,13 +297,21 @@ def load_trace(
     path: str | os.PathLike,
     *,
     block_size: int | None = None,
+    columns: str | Mapping[str, str | int] | None = None,
     max_decompressed_bytes: int = 1 << 30,
 ) -> Trace:
-    """Read a request trace: JSON lines in Mooncake's format, or CSV in Azure's format.
+    """Read a request trace: JSON lines in Mooncake's format, or CSV.
 
     ``path`` ends in ``.jsonl`` or ``.csv``, optionally followed by ``.gz`` or ``.zst``.  The name
-    of the trace is the file's.  CSV traces have no blocks; their timestamps are relative to the
-    first row.  Further numbers and texts of a JSON object become ``Trace.columns``.
+    of the trace is the file's.  Further numbers and texts of a JSON object become
+    ``Trace.columns``.
+
+    ``columns``, such as ``"time=ts,input_length=prompt"`` or a dict, maps fields to the columns of
+    a CSV file: names in its header, or numbers from 1 if it has no header.  The fields are ``time``
+    (a date and time, or seconds) or ``timestamp`` (milliseconds), ``input_length`` (without it each
+    id is a block of one token), ``output_length`` (without it 0) and ``hash_ids`` (integers or
+    words, separated by spaces, commas or semicolons).  None: Azure's columns, without block ids.
+    Timestamps of CSV are relative to the first row.
 
     ``block_size`` is the publisher's; None infers it from the data.  Mooncake gives an id to every
     block, including a partly filled last block: ``len(hash_ids) == ceil(input_length /
@@ -316,12 +331,16 @@ def load_trace(
     0, ``hash_ids`` that are not integers, repeat within a request, follow different ids in two
     lines or do not match ``input_length``, a further number that is not finite, a text that is not
     Unicode, a key or column that is repeated, a file without requests, and an exceeded limit.
-    Raises ValueError for a ``block_size`` below 1 and OSError for a file that cannot be opened.
+    Raises ValueError for a ``block_size`` below 1, for ``columns`` of a file that is not CSV, with
+    an unknown field, or without times or prompts, and OSError for a file that cannot be opened.
     """
     path = Path(path)
     name, file_format, _ = split_suffixes(path)
+    if columns is not None and file_format != ".csv":
+        raise ValueError(f"columns: needs a .csv file, got {path.name}")
     limit = {"max_decompressed_bytes": max_decompressed_bytes}
-    return read_requests(path, RecordParser(file_format), name, block_size, **limit)
+    parser = RecordParser(file_format, AZURE_COLUMNS if columns is None else columns)
+    return read_requests(path, parser, name, block_size, **limit)
 
 
 def read_requests(

@@ -93,6 +93,55 @@ def test_reads_azure_csv_of_2024_with_time_zones_and_further_columns(tmp_path):
     assert requests_of(trace) == [(0.0, 2162, 5, []), (pytest.approx(990.07), 30, 6, [])]
 
 
+@pytest.mark.parametrize(
+    ("columns", "text", "expected"),
+    [
+        (
+            {"time": "ts", "input_length": "prompt", "output_length": "new", "hash_ids": "blocks"},
+            ',ts,blocks,prompt,new\n0,5.5,"[7, 9]",32,4\n1,6,"[7, 8]",30,0',
+            [(0, 32, 4, [0, 1]), (500, 30, 0, [0, 2])],
+        ),
+        (
+            "timestamp=1, hash_ids = 2",
+            "100,a;b\n98.5,a|c|07|7\n",
+            [(-1.5, 4, 0, [0, 1, 2, 3]), (0, 2, 0, [0, 4])],
+        ),
+        (
+            {"time": 3, "hash_ids": 1},
+            "5,x,2024-05-10 00:00:01\n6,x,2024-05-10 00:00:02",
+            [(0, 1, 0, [0]), (1000, 1, 0, [1])],
+        ),
+    ],
+)
+def test_columns_of_a_csv_file_are_mapped(tmp_path, columns, text, expected):
+    trace = load_trace(written(tmp_path, text.encode(), "t.csv"), columns=columns)
+    assert requests_of(trace) == expected
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ("", "columns: needs pairs such as time=ts,input_length=prompt, got ''"),
+        ("time=ts,", "needs pairs"),
+        ("ts", "needs pairs"),
+        ("tme=ts,input_length=n", "'tme' is unknown; choose from time, timestamp, input_length, "),
+        ("time=ts,time=n", "'time' comes twice"),
+        ("time=ts,timestamp=ts,input_length=n", "needs time or timestamp, got time, timestamp, in"),
+        ("input_length=n", "needs time or timestamp, got input_length"),
+        ({"time": "ts"}, "needs input_length or hash_ids, got time"),
+        ("time=ts,hash_ids=ids", r"t.csv:1: .*names ts, ids; missing ids in 'ts,n'"),
+        ("time=1,hash_ids=7", r"t.csv:1: .*names 1, 7; missing 7 in"),
+        ("timestamp=ts,input_length=n", r"t.csv:2: ts must be a date and time or a number of mill"),
+    ],
+)
+def test_columns_that_do_not_fit_are_an_error(tmp_path, columns, message):
+    path = written(tmp_path, b"ts,n\nnow,5\n", "t.csv")
+    with pytest.raises(ValueError, match=message):
+        load_trace(path, columns=columns)
+    with pytest.raises(ValueError, match=r"^columns: needs a \.csv file, got t\.jsonl"):
+        load_trace(path.with_suffix(".jsonl"), columns=columns)
+
+
 def test_blank_lines_a_missing_last_newline_crlf_and_a_bom_are_fine(tmp_path):
     first, second = (json.dumps(record(t)).encode() for t in (0, 1))
     data = b"\xef\xbb\xbf" + first + b"\r\n\r\n   \n\n" + second
@@ -183,8 +232,10 @@ LINES_NOT_TAKEN += [
 ROWS_NOT_TAKEN = [
     (b"2023-11-16 18:17:03,5", "needs 3 columns, got 2"),
     (b"2023-11-16 18:17:03,5,6,7", "needs 3 columns, got 4"),
-    (b"yesterday,5,6", "TIMESTAMP must be a date and time, got 'yesterday'"),
-    (b",5,6", "TIMESTAMP must be a date and time, got ''"),
+    (b"yesterday,5,6", "TIMESTAMP must be a date and time or a number of seconds, got 'yesterday'"),
+    (b",5,6", "TIMESTAMP must be a date and time or a number of seconds, got ''"),
+    (b"nan,5,6", "timestamp must be a finite number"),
+    (b'2023-11-16 18:17:03,"5,6', "malformed CSV: unexpected end of data"),
     (b"2023-11-16 18:17:03,-5,6", "input_length=-5: needs an int of at least 0"),
     (b"2023-11-16 18:17:03,5.0,6", "ContextTokens must be an integer, got '5.0'"),
     (b"2023-11-16 18:17:03,5,", "GeneratedTokens must be an integer, got ''"),
