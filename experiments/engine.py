@@ -324,22 +324,24 @@ def _beside_transformers(cell: Cell) -> list[dict[str, Any]]:
 
 
 def _draw(rows: style.DataFrame) -> style.Figure:
+    """Draw a panel of bars per part.  Policies have a panel per trace and pool, and hit rates."""
     panels = list(rows.groupby(["part", "trace", "pool_percent"], sort=False, dropna=False))
-    figure, axes, _ = style.panel_grid(len(panels), height=2.1, width=3.5, columns=2)
+    figure, axes, _ = style.panel_grid(len(panels), height=1.65, width=3.5, columns=2)
     for axis, ((part, trace, percent), some) in zip(axes, panels, strict=True):
-        axis.set_title(f"{part}: {some['model'].iloc[0]}, {some['dtype'].iloc[0]}")
-        if part == "policy":
-            axis.set_title(f"{part}: {trace.partition('.')[0]}")
-            for name, look in style.policy_lines(some["policy"]).items():
-                style.curve(axis, some[some["policy"] == name], "hit_rate", "ttft_mean_s", **look)
-            axis.set(xlabel=f"hit rate, pool of {percent:g} %", ylabel="time to first token (s)")
-            continue
-        beside = part == "transformers"
-        rates = some["over_transformers_p50" if beside else "tokens_per_s"]
-        axis.barh(range(len(some)), rates, **style.bar(style.BLUE))
-        style.name_rows(axis, some["variant"])
-        axis.set_xlabel("speed / transformers'" if beside else "output tokens/s")
-    return style.shared_legend(figure, columns=5)
+        title = f"{part}: {some['model'].iloc[0]}, {some['dtype'].iloc[0]}"
+        column, xlabel, number = "tokens_per_s", "output tokens/s", "{:,.0f}"
+        if part == "transformers":
+            column, xlabel, number = "over_transformers_p50", "speed / transformers'", "{:.2f}"
+        elif part == "policy":
+            title = f"{trace.partition('.')[0]}, pool of {percent:g} %"
+            column, xlabel, number = "ttft_mean_s", "time to first token (s), hit rate", "{:.1%}"
+        bars = axis.barh(range(len(some)), some[column], **style.bar(style.SKY))
+        printed = some["hit_rate" if part == "policy" else column]
+        axis.bar_label(bars, printed.map(number.format), padding=2, fontsize=6)
+        style.name_rows(axis, some["policy"] if part == "policy" else some["variant"])
+        axis.set(title=title, xlabel=xlabel)
+        axis.margins(x=0.15)
+    return figure
 
 
 EXPERIMENT = Experiment(

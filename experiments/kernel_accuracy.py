@@ -3,7 +3,7 @@
 ``kernels/testing/accuracy.py`` defines the bound of an error. ``kernels/testing/cases.py`` has the
 inputs: block tables are shuffled, and slots that must not matter hold NaN and infinity. Without a
 GPU the kernels run in Triton's interpreter. It checks the algorithm, but not the GPU's arithmetic.
-Every block size has the same data, so a line that is not flat shows an effect of the block size.
+Every block size has the same data, so a line with a length shows an effect of the block size.
 """
 
 from __future__ import annotations
@@ -145,49 +145,37 @@ def _summary(rows: style.DataFrame) -> style.DataFrame:
     )
 
 
-def _draw(rows: style.DataFrame) -> style.Figure | None:
-    """Draw a panel for each kernel that has errors, and name the kernels that have none."""
-    worst = rows.groupby("kernel", sort=False)["error"].max()
-    kernels, exact = worst.index[worst > 0], worst.index[worst == 0]
-    if kernels.empty:
-        return None
-    block_sizes = sorted(rows["block_size"].dropna().astype(int).unique())
-    # The axis spaces block sizes evenly: 3 and 100 matter as much as the powers of two.
-    x_of = {size: x for x, size in enumerate(block_sizes)}
-    rows = rows.assign(x=rows["block_size"].map(x_of).fillna((len(block_sizes) - 1) / 2))
-    figure, axes, spare = style.panel_grid(len(kernels), height=1.8, sharex=True)
-    for axis, kernel in zip(axes, kernels, strict=True):
-        of_kernel = rows[rows["kernel"] == kernel]
-        _draw_ratio(axis, of_kernel)
-        if of_kernel["block_size"].isna().all():
-            axis.set_xlabel("has no blocks")
-        axis.set_xticks(range(len(block_sizes)), map(str, block_sizes), rotation=45)
-    xlabel = "block size (tokens)"
-    if rows["interpreted"].all():
-        xlabel += "; kernels run in Triton's interpreter"
-    if len(exact):
-        xlabel += f"\nno error in any result: {', '.join(exact)}"
-    labels = {"xlabel": xlabel, "ylabel": "kernel error / bound"}
-    return style.shared_legend(figure, spare, rows["dtype"].nunique(), **labels)
-
-
-def _draw_ratio(axis: style.Axes, rows: style.DataFrame) -> None:
-    """Draw a dot per result, a line through the largest error / bound at each x, and a red cross on
-    each wrong result.  Errors that are not finite are drawn at the top."""
+def _draw(rows: style.DataFrame) -> style.Figure:
+    """Draw a row per kernel: a dot per result, and for each dtype the largest error / bound, with a
+    line from its least to its largest value over block sizes.  A red cross marks a wrong result.
+    Errors that are not finite are drawn at the right."""
+    kernels, dtypes = list(rows["kernel"].unique()), list(_DTYPES)
     ratio = rows["error"] / rows["bound"]
     finite = ratio[ratio < float("inf")]
     ratio = ratio.where(ratio < float("inf"), 10 * max(1, *finite)).clip(lower=_MIN_RATIO)
-    for dtype, of_dtype in ratio.groupby(rows["dtype"], sort=False):
-        look, x = _DTYPES[dtype], rows.loc[of_dtype.index, "x"]
-        axis.plot(x, of_dtype, ".", color=look["color"], ms=2, alpha=0.35)
-        axis.plot(of_dtype.groupby(x).max(), label=f"{dtype}: worst result", **look)
-    axis.axhline(1, **style.BOUND, label="bound")
-    wrong = rows.index[~rows["passed"]]
-    verdict = f"{len(wrong)} WRONG" if len(wrong) else "all within the bound"
-    axis.set_title(f"{rows['kernel'].iloc[0]}\n{len(rows)} results, {verdict}")
-    axis.set(yscale="log", ylim=(0.7 * _MIN_RATIO, 5 * max(1, ratio.max())))
-    if len(wrong):
-        axis.plot(rows.loc[wrong, "x"], ratio[wrong], label="WRONG: above the bound", **_WRONG)
+    y = rows["kernel"].map(kernels.index) + 0.2 * rows["dtype"].map(dtypes.index) - 0.3
+    figure, (axis,), _ = style.panel_grid(1, height=0.5 + 0.25 * len(kernels), width=6.5)
+    for dtype, look in _DTYPES.items():
+        some = rows["dtype"] == dtype
+        axis.plot(ratio[some], y[some], ".", color=look["color"], ms=2, alpha=0.35)
+        worst = ratio[some].groupby([y, rows["block_size"].fillna(0)]).max()
+        least, largest = worst.groupby(level=0).min(), worst.groupby(level=0).max()
+        axis.hlines(least.index, least, largest, color=look["color"])
+        dots = {**look, "linestyle": "none", "label": f"{dtype}: worst result"}
+        axis.plot(largest, largest.index, **dots)
+    axis.axvline(1, **style.BOUND, label="bound")
+    wrong = ~rows["passed"]
+    if wrong.any():
+        axis.plot(ratio[wrong], y[wrong], label="WRONG: above the bound", **_WRONG)
+    of_kernel = wrong.groupby(rows["kernel"]).agg(["size", "sum"]).loc[kernels]
+    verdicts = [f"{n:,}, {bad} WRONG" if bad else f"{n:,}" for n, bad in of_kernel.to_numpy()]
+    names = [f"{name} ({said})" for name, said in zip(kernels, verdicts, strict=True)]
+    style.name_rows(axis, names)
+    axis.set(xscale="log", xlim=(0.7 * _MIN_RATIO, 3 * max(1, ratio.max())))
+    style.plain_log_ticks(axis.xaxis)
+    interpreted = "; kernels run in Triton's interpreter" if rows["interpreted"].all() else ""
+    axis.set_xlabel(f"kernel error / bound, drawn at {_MIN_RATIO} if smaller{interpreted}")
+    return style.shared_legend(figure, columns=5)
 
 
 EXPERIMENT = Experiment(

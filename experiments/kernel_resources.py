@@ -7,7 +7,6 @@ also has the number of programs and warps that fit a multiprocessor, and which r
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 from collections.abc import Iterator
@@ -106,13 +105,6 @@ def _resources(row: KernelResources, max_warps: int) -> dict[str, Any]:
     }
 
 
-_LIMITS = {
-    "registers": ("limited by registers", style.dots(style.BLUE, "o")),
-    "shared memory": ("limited by shared memory", style.dots(style.ORANGE, "s")),
-    "tensor memory": ("limited by tensor memory", style.dots(style.PINK, "D")),
-    "warps": ("as many warps as there can be", style.dots(style.GREEN, "^")),
-    "programs": ("as many programs as there can be", style.dots(style.RED, "v")),
-}
 _METRICS = {
     "registers": ("registers per thread", 1),
     "shared_bytes": ("shared memory per program (KiB)", 1024),
@@ -121,22 +113,24 @@ _METRICS = {
 
 
 def _draw_resources(rows: style.DataFrame) -> style.Figure:
-    """Draw a row of panels per metric and a column per architecture, with a dot per kernel."""
-    compiled = rows.drop_duplicates(["op", "config", "kernel", "arch"])
-    kernels, archs = list(compiled["kernel"].unique()), compiled["arch"].unique()
-    compiled = compiled.assign(y=compiled["kernel"].map(kernels.index))
-    height = 0.35 + 0.14 * len(kernels)
-    panels = list(itertools.product(_METRICS.items(), archs))
-    figure, axes, _ = style.panel_grid(len(panels), height=height, columns=len(archs))
-    for axis, ((metric, (label, unit)), arch) in zip(axes, panels, strict=True):
-        for limit, dots in compiled[compiled["arch"] == arch].groupby("limited_by"):
-            name, look = _LIMITS[limit]
-            axis.plot(dots[metric] / unit, dots["y"], label=name, alpha=0.8, **look)
-        style.name_rows(axis, kernels, shown=arch == archs[0], fontsize=7)
-        axis.set_xlim(0, 1.06 * max(1, compiled[metric].max() / unit))
+    """Draw a panel per metric and a row per kernel, with a dot per configuration.  It is hollow
+    where neither registers nor memory limit the number of resident programs."""
+    kernels, looks = list(rows["kernel"].unique()), style.lines_of(rows["arch"].unique())
+    height = 0.4 + 0.2 * len(kernels)
+    figure, axes, _ = style.panel_grid(len(_METRICS), height=height)
+    for axis, (metric, (label, unit)) in zip(axes, _METRICS.items(), strict=True):
+        for number, (arch, look) in enumerate(looks.items()):
+            some = rows[rows["arch"] == arch]
+            y = some["kernel"].map(kernels.index) + 0.2 * number - 0.3
+            hollow = some["limited_by"].isin(["warps", "programs"])
+            for fill, part in ((look["color"], ~hollow), ("white", hollow)):
+                dots = {"linestyle": "none", "markersize": 2.5, "markerfacecolor": fill}
+                axis.plot(some[metric][part] / unit, y[part], **look | dots)
+        style.name_rows(axis, kernels, shown=axis is axes[0])
+        axis.set_xlim(left=0)
         axis.set_xlabel(label, fontsize=7)
-        axis.set_title(arch if metric == "registers" else "")
-    return style.shared_legend(figure, columns=4)
+    xlabel = "hollow: neither registers nor memory limit the number of resident programs"
+    return style.shared_legend(figure, xlabel=xlabel)
 
 
 EXPERIMENT = Experiment(

@@ -291,12 +291,14 @@ def _draw(rows: style.DataFrame) -> style.Figure | None:
     for axis, (card, some) in zip(axes, cards, strict=True):
         heights = some["name"].map(names.index)
         low, high = (100 * some[end] / some["predicted"] for end in ("low", "high"))
-        axis.hlines(heights, low, high, color=style.BLUE, label="predicted: band")
+        axis.hlines(heights, low, high, color=style.SKY, linewidth=3, label="predicted: band")
         measured = 100 * some["measured"].astype(float) / some["predicted"]
-        axis.plot(measured, heights, label="measured", **style.dots(style.ORANGE, "D"))
+        axis.plot(measured, heights, label="measured", **style.dots(style.BLACK, "D"))
         for y, row in zip(heights, some.itertuples(), strict=True):
             number = f"{row.predicted:,.0f}" if row.predicted >= 100 else f"{row.predicted:.3g}"
-            axis.annotate(f"{number} {row.unit}", (101, y), fontsize=5, va="bottom")
+            unit = "" if row.unit == "ratio" else row.unit.replace("us", "µs")
+            at = axis.get_yaxis_transform()
+            axis.text(1.02, y, f"{number} {unit}", transform=at, fontsize=6, va="center")
         axis.axvline(100, **style.BOUND)
         shown = [name.replace(" / ", "\n/ ") for name in names]
         style.name_rows(axis, shown, shown=axis is axes[0])

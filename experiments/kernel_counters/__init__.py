@@ -243,38 +243,37 @@ def _names(rows: style.DataFrame) -> style.Series:
 
 _LOOKS = {
     ("sm_80", "bfloat16"): ("sm_80, bf16 cache", style.dots(style.BLUE, "o")),
-    ("sm_80", "float8_e4m3fn"): ("sm_80, fp8 cache", style.dots(style.SKY, "^")),
+    ("sm_80", "float8_e4m3fn"): ("sm_80, fp8 cache", style.dots(style.ORANGE, "^")),
     ("sm_90", "bfloat16"): ("sm_90, bf16 cache", style.dots(style.BLACK, "s", fill=False)),
     ("sm_90", "float8_e4m3fn"): ("sm_90, fp8 cache", style.dots(style.RED, "D", fill=False)),
 }
 
 
 def _draw_counts(rows: style.DataFrame) -> style.Figure:
-    """One panel per metric, one dot per architecture, cache, block size and batch."""
+    """One panel per metric, one dot per architecture, cache, block size and batch; none at 0."""
     kib = rows["distinct_line_bytes"] / 1024
     conflicts = rows["bank_conflicts"] / rows["shared_wavefronts"].clip(lower=1)
     metrics = {
         "warp instructions\nper KiB of distinct lines": rows["instructions"] / kib,
         "128-byte lines requested\nper distinct line": LINE / 1024 * rows["lines"] / kib,
         "wavefronts of shared memory that\nare bank conflicts (%)": 100 * conflicts,
-        "most bytes of asynchronous copies\nin flight per program (KiB)": (
-            rows["bytes_in_flight_per_program"] / 1024
-        ),
     }
     names = list(dict.fromkeys(_names(rows)))
     heights = _names(rows).map(names.index)
     kinds = rows.groupby(["arch", "kv_dtype"]).groups
-    height = 0.6 + 0.2 * len(names)
-    figure, axes, _ = style.panel_grid(len(metrics), height=height, width=3.4, columns=2)
-    for number, (axis, (label, metric)) in enumerate(zip(axes, metrics.items(), strict=True)):
+    height = 0.6 + 0.14 * len(names)
+    figure, axes, _ = style.panel_grid(len(metrics), height=height)
+    for axis, (label, metric) in zip(axes, metrics.items(), strict=True):
         for offset, (kind, (name, look)) in enumerate(_LOOKS.items()):
             some = kinds.get(kind, [])
-            axis.plot(metric[some], heights[some] + 0.18 * offset - 0.27, label=name, **look)
-        style.name_rows(axis, names, shown=number % 2 == 0)
-        axis.set_xlim(left=0)
+            y = heights[some] + 0.2 * offset - 0.3
+            axis.plot(metric.where(metric > 0)[some], y, label=name, **{**look, "markersize": 2.2})
+        style.name_rows(axis, names, shown=axis is axes[0])
         axis.set_xlabel(label, fontsize=7)
-    xlabel = "counted in executed PTX; a dot per block size and batch"
-    return style.shared_legend(figure, columns=4, xlabel=xlabel)
+    for axis in axes[:2]:
+        style.log_x(axis)
+    axes[2].set_xlim(0, 100)
+    return style.shared_legend(figure, columns=4)
 
 
 EXPERIMENT = Experiment(

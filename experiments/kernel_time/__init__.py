@@ -236,32 +236,37 @@ _OTHERS = {
 
 
 def _draw_ours(rows: style.DataFrame) -> style.Figure | None:
-    """Time against context length.  One panel per GPU, phase and batch."""
+    """Times divided by our modelled time of an even batch.  One panel per GPU, phase and batch."""
     if "ours" not in set(rows["part"]):
         return None
     rows = rows[(rows["part"] == "ours") & rows["batch_size"].isin([8, 16, 64])]
     for column, value in (("kv_heads", 8), ("kv_dtype", "bfloat16"), ("block_size", 16)):
         rows = rows[rows[column] == value]
     panels = rows.astype({"batch_size": int}).groupby(["gpu", "phase", "batch_size"])
-    figure, axes, _ = style.panel_grid(len(panels), height=1.6)
+    figure, axes, _ = style.panel_grid(len(panels), height=1.45, sharey=True)
     for axis, ((gpu, phase, batch), of_panel) in zip(axes, panels, strict=True):
-        some = of_panel[of_panel["lengths"] == "even"].sort_values("context_tokens")
-        skewed = of_panel[of_panel["lengths"] == "skewed"]
-        x, band = some["context_tokens"], (some["modelled_low_us"], some["modelled_high_us"])
-        axis.fill_between(x, *band, color=style.BLUE, alpha=0.2, linewidth=0)
-        ends = (some["most_bandwidth_us"].astype(float), some["least_bandwidth_us"].astype(float))
+        times = of_panel.set_index("context_tokens").select_dtypes("number").sort_index()
+        is_even = (of_panel.sort_values("context_tokens")["lengths"] == "even").to_numpy()
+        even, skewed = times[is_even], times[~is_even]
+        us = even["modelled_us"]
+        band = (even["modelled_low_us"] / us, even["modelled_high_us"] / us)
+        axis.fill_between(us.index, *band, color=style.SKY, alpha=0.35, lw=0, label="model's error")
+        ends = (even["most_bandwidth_us"] / us, even["least_bandwidth_us"] / us)
         look: dict[str, Any] = {"color": style.GREY, "alpha": 0.5, "linewidth": 0}
-        axis.fill_between(x, *ends, label="with bandwidths that fit as well", **look)
-        axis.plot(x, some["modelled_us"], label="ours, modelled", **style.line(style.BLUE, "o"))
+        axis.fill_between(us.index, *ends, label="with bandwidths that fit as well", **look)
+        axis.axhline(1, color=style.BLUE, label="ours, modelled: 1")
         look = {"label": "the same, skewed batch", **style.line(style.BLACK, "x", "dotted")}
-        style.curve(axis, skewed, "context_tokens", "modelled_us", **look)
+        axis.plot(skewed["modelled_us"] / us, **look)
         for name, look in _OTHERS.items():
-            axis.plot(x, some[f"measured_{name}_us"], label=f"{name}, measured by others", **look)
-        axis.set(xscale="log", yscale="log", title=f"{gpu}, {phase}, batch {batch}")
-        style.log_x(axis, sorted(set(x)))
+            label = f"{name}, measured by others"
+            axis.plot(even[f"measured_{name}_us"] / us, label=label, **look)
+        axis.set(yscale="log", title=f"{gpu}, {phase}, batch {batch}")
+        style.log_x(axis, list(us.index))
+        axis.set_xticks(us.index, [f"{x:,.0f}\n{y:,.0f} µs" for x, y in us.items()])
         style.plain_log_ticks(axis.yaxis)
-    xlabel = f"tokens of each sequence (on average). Ours: {BASIS}"
-    return style.shared_legend(figure, columns=3, xlabel=xlabel, ylabel="µs")
+    xlabel = f"tokens of each sequence (on average), and our modelled time.\nOurs: {BASIS}"
+    ylabel = "time / our modelled time"
+    return style.shared_legend(figure, columns=4, xlabel=xlabel, ylabel=ylabel)
 
 
 def _misses(rows: style.DataFrame) -> style.DataFrame:

@@ -181,7 +181,8 @@ def draw(rows: style.DataFrame) -> style.Figure:
     rows = rows[rows["phase"] == "schedule"]
     for name, line in style.lines_of(rows["implementation"].unique()).items():
         style.curve(axes, rows[rows["implementation"] == name], "num_sequences", "us", **line)
-    axes.set(xscale="log", yscale="log", xlabel="running sequences")
+    axes.set(yscale="log", xlabel="running sequences")
     axes.set(ylabel="scheduler and manager\n(µs per step, median)")
+    style.log_x(axes, sorted(set(rows["num_sequences"])))
     axes.legend(fontsize=6, ncols=2)
     return figure

@@ -239,7 +239,11 @@ def draw(rows: style.DataFrame) -> style.Figure:
     starts = phases.cumsum(axis=1) - phases
     for phase, look in _PHASES.items():
         bars = {"left": starts[phase], "label": phase, "edgecolor": "white", **look}
-        right.barh(phases.index, phases[phase], **bars)
+        right.barh(range(len(phases)), phases[phase], **bars)
+    for y, total in enumerate(phases.sum(axis=1)):
+        right.annotate(f" {total:.2f}", (total, y), fontsize=6, va="center")
+    style.name_rows(right, phases.index)
+    right.margins(x=0.12)
     right.set(xlabel="µs per block", title=f"its phases, pool of {rows['pool_blocks'].max():,}")
-    right.legend(loc="lower right")
+    right.legend(loc="upper right", fontsize=6)
     return figure

@@ -19,10 +19,10 @@ _LOOKS = {
     "gather_cudnn": style.line(style.GREY, "X", "dotted", fill=False),
     "flex_attention": style.line(style.GREEN, "D"),
     "torch": style.line(style.ORANGE, "^"),
-    "copy_engine": style.line(style.ORANGE, "^"),
+    "copy_engine": style.line(style.RED, "s"),
 }
 """A hollow marker means that the time includes a copy of the context."""
-_OURS = (style.line(style.BLUE, "o"), style.line(style.BLACK, "o", "dashed"))
+_OURS = (style.line(style.BLUE, "o"), style.line(style.BLACK, "D", "dashed", fill=False))
 _FP8 = style.line(style.PINK, "*", "dashdot")
 
 
@@ -64,9 +64,10 @@ def _draw_decode(rows: style.DataFrame) -> style.Figure:
         fastest = best["bytes"] / best["peak_gb_per_s"] / 1e3
         axis.plot(best["batch"], fastest, **style.BOUND, label="bound: bytes at the measured peak")
         axis.set_yscale("log")
-        style.log_x(axis, base=2)
+        style.log_x(axis, base=4)
+        style.plain_log_ticks(axis.yaxis)
         axis.set_title(f"context {context_len:,} tokens")
-    ylabel = "latency (µs), p50 and p20 to p80"
+    ylabel = "latency (µs),\np50 and p20 to p80"
     return style.shared_legend(figure, columns=4, xlabel="batch (sequences)", ylabel=ylabel)
 
 
@@ -108,7 +109,7 @@ def _draw_moves(rows: style.DataFrame) -> style.Figure:
     blocks = rows["batch"] * rows["block_size"]
     rows = rows.assign(tokens=rows["batch"].where(rows["op"].isin(TOKENS), blocks))
     ops = [op for op in _MOVES if op in set(rows["op"])]
-    figure, axes, _ = style.panel_grid(len(ops), height=2.1, columns=2, sharey=True)
+    figure, axes, spare = style.panel_grid(len(ops), height=1.9, sharey=True)
     for axis, op in zip(axes, ops, strict=True):
         for look, line in lines(rows[rows["op"] == op]):
             style.curve(axis, line, "tokens", "bandwidth_fraction", 100, **look)
@@ -116,12 +117,12 @@ def _draw_moves(rows: style.DataFrame) -> style.Figure:
         axis.set(title=_MOVES[op], xlabel="tokens", ylim=(0, 115))
         style.log_x(axis, base=4)
     ylabel = "bytes moved per second (% of the measured rate)"
-    return style.shared_legend(figure, columns=3, ylabel=ylabel)
+    return style.shared_legend(figure, spare, columns=4, ylabel=ylabel)
 
 
 def _draw_cascade(rows: style.DataFrame) -> style.Figure:
     """Speed of shared-prefix decode, divided by the speed of plain decode."""
-    figure, (axis,), _ = style.panel_grid(1, height=2.6, width=4)
+    figure, (axis,), _ = style.panel_grid(1, height=2.2, width=4)
     times = rows.pivot_table("p50_us", ["batch", "prefix_len"], "implementation")
     times = times.reindex(columns=[OURS, PLAIN])
     looks = style.lines_of(times.index.unique("batch"))
@@ -132,6 +133,7 @@ def _draw_cascade(rows: style.DataFrame) -> style.Figure:
     axis.axhline(1, color="black", lw=0.8)
     axis.set(xlabel="shared prefix (tokens)", ylabel="plain / shared prefix (times)", yscale="log")
     style.log_x(axis, base=2)
+    style.plain_log_ticks(axis.yaxis)
     return style.shared_legend(figure)
 
 
