@@ -214,10 +214,11 @@ def _draw(rows: style.DataFrame) -> style.Figure | None:
     looks = style.lines_of(labels.values())
     panels = {"perplexity_ratio": "perplexity / with all blocks", "mass": "attention mass"}
     for axis, (column, ylabel) in zip(axes, panels.items(), strict=True):
-        for (rule, size), label in labels.items():
+        for number, ((rule, size), label) in enumerate(labels.items()):
             curve = summary[(summary["rule"] == rule) & (summary["block_size"] == size)]
             y, low, high = (curve[column + end] for end in ("", "_min", "_max"))
-            axis.errorbar(curve["share"], y, yerr=[y - low, high - y], capsize=2, **looks[label])
+            x = curve["share"] * 1.03 ** (number - 2)  # bars at one share do not hide each other
+            axis.errorbar(x, y, yerr=[y - low, high - y], elinewidth=0.7, **looks[label])
         style.log_x(axis, sorted(summary["share"].unique()), base=2)
         axis.set_ylabel(ylabel)
     return style.shared_legend(figure, columns=3, xlabel="share of the blocks that are read")

@@ -144,17 +144,18 @@ def _memory(model: dict[str, Any], context: int) -> dict[str, Any]:
 
 
 def _draw_hit_rates(rows: style.DataFrame) -> style.Figure | None:
-    """A row of panels per trace, a column per model, a curve per layout."""
+    """A column of panels per trace, a row per model, a curve per layout."""
     rows = rows[rows["part"] == "replay"]
     groups = rows[rows["layout"] != "full"]
-    panels = [*(rows if groups.empty else groups).groupby(["trace", "model"], sort=False)]
+    panels = [*(rows if groups.empty else groups).groupby(["model", "trace"])]
     if not panels:
         return None
-    figure, axes, spare = style.panel_grid(len(panels), height=1.6, columns=4, sharey="row")
+    columns = min(3, rows["trace"].nunique())
+    figure, axes, spare = style.panel_grid(len(panels), height=1.6, columns=columns)
     looks = {(name, "lru"): look for name, look in style.lines_of(rows["layout"].unique()).items()}
     looks["full", "gittins"] = style.line(style.GREY, ">", "dashed") | {"label": "full, gittins"}
     bound = {**style.BOUND, "label": "bound"}
-    for axis, ((trace, model), of_model) in zip(axes, panels, strict=True):
+    for axis, ((model, trace), of_model) in zip(axes, panels, strict=True):
         shown = rows[(rows["trace"] == trace) & rows["model"].isin([model, _ANY])]
         for which, curve in shown.groupby(["layout", "policy"], sort=False):
             if which in looks:

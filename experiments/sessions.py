@@ -157,30 +157,32 @@ def _times(rows: style.DataFrame) -> style.DataFrame | None:
 
 
 def _draw_shares(rows: style.DataFrame) -> style.Figure | None:
-    """Two panels per trace, ends told and not told: a curve per pool; bars: all seeds."""
+    """Panels with ends told above, not told below: a curve per pool; bars: all seeds."""
     rows = rows[rows["part"] == "replay"]
     if rows.empty:
         return None
-    panels = [(of, ends) for of in rows.groupby("trace", sort=False) for ends in ("_ends", "")]
-    size: dict[str, Any] = {"columns": 4, "height": 1.45, "width": 1.75, "sharex": "col"}
-    figure, axes, spare = style.panel_grid(len(panels), sharey=True, **size)
+    traces = rows.groupby("trace", sort=False)
+    panels = [(of, ends) for ends in ("_ends", "") for of in traces]
+    size: dict[str, Any] = {"columns": len(traces), "height": 1.6, "width": 1.4}
+    figure, axes, _ = style.panel_grid(len(panels), sharex="col", sharey=True, **size)
     looks = style.lines_of(sorted(rows["capacity_percent"].unique()))
     for axis, ((trace, of_trace), ends) in zip(axes, panels, strict=True):
         names = [f"told_{error}{ends}" for error in _ERRORS]
         names += [f"predicted{ends}", "gittins", "ends"][: 3 if ends else 2]
         of_trace = of_trace[of_trace["policy"].isin(names)]
         of_trace = of_trace.assign(place=of_trace["policy"].map(names.index))
-        pools = of_trace.groupby(["capacity_percent", of_trace["place"] < len(_ERRORS)])
-        for (pool, is_told), some in pools:
+        pools = of_trace.groupby(["capacity_percent", of_trace["place"] >= len(_ERRORS)])
+        for (pool, has_no_error), some in pools:
             look = {**looks[pool], "label": f"pool of {pool:g} %"}
-            look |= {} if is_told else {"linestyle": "none"}
+            look |= {"linestyle": "none"} if has_no_error else {}
             quantiles.draws(axis, some, "place", "share", **look)
         axis.axhline(0, **style.BOUND)
-        axis.set(title=f"{trace}\nends {'told' if ends else 'not told'}", ylim=(-0.45, 1.05))
+        axis.set_title(f"{trace}\nends {'told' if ends else 'not told'}", fontsize=7)
+        axis.set_ylim(-0.45, 1.05)
         ticks = *_ERRORS, "predicted", "gittins", "ends only"
-        axis.set_xticks(range(len(names)), ticks[: len(names)], rotation=60)
+        axis.set_xticks(range(len(ticks)), ticks, rotation=90)
     xlabel, ylabel = "error s of the told pauses; other hints", "share of LRU's distance to Belady"
-    return style.shared_legend(figure, spare, xlabel=xlabel, ylabel=ylabel)
+    return style.shared_legend(figure, xlabel=xlabel, ylabel=ylabel)
 
 
 EXPERIMENT = Experiment(
