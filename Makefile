@@ -1,22 +1,29 @@
 # The commands of the README.  Each makes .venv when it is missing or outdated: the packages of
 # requirements.txt, and this repository in editable mode, so that `pagelab` works in any folder.
+# `make test` adds the packages of requirements-test.txt.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+TEST_PACKAGES := $(VENV)/.test-packages
 
 # Where containers set it, each of some thirty processes would compile the sources of PyTorch anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: reproduce test model lint docs clean
+.PHONY: install reproduce test model lint docs clean
+
+install: $(INSTALLED)
+	@echo "PageLab is in $(VENV). Activate it in this shell, then run a command, for example:"
+	@echo "  . $(BIN)/activate"
+	@echo "  pagelab try lru"
 
 reproduce: $(INSTALLED)
-	$(BIN)/python -m experiments reproduce
+	$(BIN)/pagelab reproduce
 
 # On a GPU, after what runs anywhere, up to 12 processes run what needs it: compiling kernels is most
 # of their time.
-test: $(INSTALLED)
+test: $(INSTALLED) $(TEST_PACKAGES)
 	$(BIN)/python -m pytest -n auto --dist worksteal
 	if $(BIN)/python -c "import torch; raise SystemExit(not torch.cuda.is_available())"; then \
 		$(BIN)/python -m pytest --on-device -n auto --maxprocesses 12; fi
@@ -45,3 +52,8 @@ $(INSTALLED): requirements.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-compile --requirement requirements.txt
 	$(BIN)/python -m pip install --quiet --no-deps --editable .
 	touch $@
+
+# Without these packages their tests are skipped, and the next `make test` tries again.
+$(TEST_PACKAGES): $(INSTALLED) requirements-test.txt
+	$(BIN)/python -m pip install --quiet --no-compile --requirement requirements-test.txt && touch $@ \
+		|| echo "requirements-test.txt was not installed: tests of Ray and libcachesim are skipped"

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
+import zipfile
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -22,16 +23,23 @@ OTHER_PROJECTS = {"flash_attn_interface", "nanovllm", "sglang", "vllm"}
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory) -> Path:
+def source(tmp_path_factory) -> Path:
+    """A copy of all that an installation reads."""
+    folder = tmp_path_factory.mktemp("source")
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def installed(source, tmp_path_factory) -> Path:
     """Programs of an environment with the wheel alone; it borrows other packages from this one.
 
     A path file adds the folder of those, but not the link to this repository that is in it.
     """
-    source, environment = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("env")
-    for name in PACKAGES:
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
+    environment = tmp_path_factory.mktemp("env")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     options = ["--no-deps", "--no-build-isolation", "--wheel-dir", source / "dist"]
     subprocess.run([*pip, "wheel", *options, source], check=True)
@@ -59,6 +67,15 @@ def test_the_first_script_of_the_readme_prints_its_table(installed, tmp_path):
     [script, table], *_ = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", page, re.DOTALL)
     (tmp_path / "script.py").write_text(script)
     assert run(tmp_path, installed / "python", "script.py") == table
+
+
+def test_an_editable_install_is_a_path(source, tmp_path):
+    """An import hook would come after a folder `models` beside a script; a path does not."""
+    build = "from setuptools.build_meta import build_editable; print(build_editable({!r}))"
+    *_, wheel = run(source, sys.executable, "-c", build.format(str(tmp_path))).split()
+    with zipfile.ZipFile(tmp_path / wheel) as files:
+        [link] = (name for name in files.namelist() if "/" not in name)
+        assert files.read(link).decode().strip() == str(source)
 
 
 def test_commands_work_in_an_empty_folder(installed, tmp_path):

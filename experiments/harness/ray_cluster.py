@@ -1,8 +1,8 @@
 """Runs tasks on the machines of a Ray cluster.
 
 The checkout becomes the working directory of the workers.  The cells' input files are sent as Ray
-objects.  The machines need the packages of requirements.txt.  If a machine dies, Ray runs its cell
-on another machine.  A result arrives once or not at all.  Only the driver writes results.
+objects.  The machines need Ray and the packages of requirements.txt.  If a machine dies, Ray runs
+its cell on another machine.  A result arrives once or not at all.  Only the driver writes results.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     ("importing", "name", "file"),
     [("models", "cache", "__init__.py"), ("models", "kernels", "__init__.py"),
-     ("experiments", "models", "__init__.py"), ("experiments", "kernels", "data.csv")],
+     ("experiments", "models", "__init__.py"), ("experiments", "models", "a.safetensors")],
 )  # fmt: skip
 def test_a_package_that_is_hidden_is_named(importing, name, file, tmp_path):
     """By a package of a script's folder, not by a folder without __init__.py."""
