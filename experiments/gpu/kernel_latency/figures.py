@@ -140,6 +140,7 @@ def _draw_cascade(rows: style.DataFrame) -> style.Figure:
 plot = style.plotter(
     {
         "decode": _drawer(_draw_decode, "decode"),
+        "mla": _drawer(_draw_decode, "mla"),
         "prefill": _drawer(_draw_prefill, "prefill"),
         "moves": _drawer(_draw_moves, *_MOVES),
         "cascade": _drawer(_draw_cascade, "cascade"),
