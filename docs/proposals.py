@@ -1,6 +1,6 @@
 """Writes proposals.md: what proposals.toml lists, judged by committed results.
 
-.venv/bin/python -m docs.proposals
+python -m docs.proposals
 """
 
 import json

@@ -1,6 +1,6 @@
 """Draws the pictures of tutorial.md and hybrid.md: worked examples on the real managers.
 
-    .venv/bin/python -m docs.tutorial
+    python -m docs.tutorial
 
 A picture shows the events of each block since the previous picture, the block tables and the free
 queue.  It also lists the hashes by which blocks are found.

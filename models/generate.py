@@ -1,4 +1,4 @@
-"""Command line: ``python -m models.generate --prompt "..."``."""
+"""The command ``pagelab generate --prompt "..."``."""
 
 import dataclasses
 import sys
@@ -70,9 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
         import tyro
 
         repeated = (tyro.conf.UseAppendAction,)
-        args = tyro.cli(
-            Arguments, prog="python -m models.generate", args=arguments, config=repeated
-        )
+        args = tyro.cli(Arguments, prog="pagelab generate", args=arguments, config=repeated)
         options = {k: v for k, v in vars(args).items() if k not in ("prompt", "prompt_ids", "chat")}
         prompts: list[Prompt] = [*args.prompt, *map(_token_ids, args.prompt_ids)]
         if not prompts:

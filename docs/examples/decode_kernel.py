@@ -1,6 +1,6 @@
 """Compare paged decode attention in Triton's interpreter with the PyTorch reference, on a CPU.
 
-.venv/bin/python docs/examples/decode_kernel.py
+python docs/examples/decode_kernel.py
 """
 
 import os

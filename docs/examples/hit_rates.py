@@ -1,6 +1,6 @@
 """Hit rates of four eviction policies on a trace, in a pool of 5 % of the trace's unique blocks.
 
-.venv/bin/python docs/examples/hit_rates.py [TRACE.jsonl.zst]
+python docs/examples/hit_rates.py [TRACE.jsonl.zst]
 """
 
 import sys

@@ -1,6 +1,6 @@
 """A chat of 8,000 tokens with Gemma 3 270M, and the memory that groups of layers save in it.
 
-make model MODEL=gemma3 && .venv/bin/python docs/examples/hybrid_chat.py
+make model MODEL=gemma3 && python docs/examples/hybrid_chat.py
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
 """Two user-defined eviction policies, and how to compare them with LRU and the optimum.
 
-    .venv/bin/python -m experiments run eviction --policy lru --policy belady \\
+    pagelab run eviction --policy lru --policy belady \\
         --policy docs/examples/my_policy.py:TailFirst --policy docs/examples/my_policy.py:Clock
 
 Use a policy in the engine: ``LLM(model, policy="docs/examples/my_policy.py:Clock")``.

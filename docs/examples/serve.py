@@ -1,6 +1,6 @@
 """Serve a prompt twice with a small random model.  The second time, its prefix is cached.
 
-.venv/bin/python docs/examples/serve.py
+python docs/examples/serve.py
 """
 
 import time

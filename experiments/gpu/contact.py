@@ -1,7 +1,9 @@
 """``pagelab gpu``: experiments and tests for a few minutes on a GPU, the most important first.
 
-    python -m experiments gpu --seconds 560
-    python -m experiments gpu --stages tests policies
+    pagelab gpu --seconds 560
+    pagelab gpu --stages tests policies
+
+Without an installation, ``python -m experiments gpu`` is the same command in a checkout.
 
 It needs a checkout with PyTorch, Triton, pandas and pytest, and no network.  A stage is a process
 with a time limit.  It runs tests, or experiments whose cells are stored one by one.  A stage or the

@@ -1,6 +1,6 @@
 """Compile the kernels without a GPU, and read registers, spills and instructions.
 
-    python -m experiments run kernel_resources                    # every shipped configuration
+    pagelab run kernel_resources  # every shipped configuration
 
 The public ops are called on meta tensors (shapes and strides without memory) under a stand-in for
 the GPU driver. The launcher chooses tiles and specialises arguments as on the GPU. Then the kernel
