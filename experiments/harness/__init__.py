@@ -16,6 +16,7 @@ from experiments.harness.grid import (
     Percent,
     Positive,
     Repeated,
+    arg,
     grid,
     one_of,
 )

@@ -31,10 +31,12 @@ T = TypeVar("T")
 _AXIS = object()
 
 if not TYPE_CHECKING and find_spec("tyro") is None:  # only the command line needs tyro
-    Repeated = Annotated[T, None]
+    Repeated, arg = Annotated[T, None], dict
 else:
     from tyro.conf import UseAppendAction as Repeated  # noqa: F401
-"""``Repeated[Axis[X]]``: an axis whose option takes one value and may be given several times."""
+    from tyro.conf import arg  # noqa: F401
+"""``Repeated[Axis[X]]``: an axis whose option takes one value and may be given several times.
+``Annotated[X, arg(aliases=("--short",))]``: an option with another name."""
 
 if TYPE_CHECKING:  # type checkers know no type that is a tuple in options and one value in cells
     from typing_extensions import TypeAliasType

@@ -10,12 +10,13 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 
 import cache
 from experiments import TRACES
-from experiments.harness import Axis, Count, InputFile, Options, Repeated
+from experiments.harness import Axis, Count, InputFile, Options, Repeated, arg
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class TraceFile:
     """Number of requests.  None means all."""
     first: int = 0
     """Index of the first request."""
+    columns: str | None = None
+    """The columns of a CSV file, see ``cache.load_trace``."""
 
     @property
     def name(self) -> str:
@@ -90,6 +93,9 @@ class OnTraces(Options):
     trace: Repeated[Axis[Path]] = ()
     """A request trace (.jsonl, .csv, .gz, .zst) or a synthetic workload by its name. None:
     those in experiments/traces."""
+    trace_columns: Annotated[str | None, arg(aliases=("--columns",))] = None
+    """Columns of .csv traces, such as time=ts,input_length=prompt,hash_ids=blocks. None: those of
+    Azure, without blocks. See docs/traces.md."""
 
     @property
     def group(self) -> tuple[str, ...]:
@@ -109,13 +115,15 @@ class OnTraces(Options):
         Raises OSError if a file cannot be read, and ValueError if it has no block ids, unless
         ``lengths_suffice``.
         """
+        if self.trace_columns and set(map(str, self.trace)) <= cache.WORKLOADS.keys():
+            raise ValueError("--columns: needs --trace FILE.csv")
         for path in self.trace:
             if str(path) in cache.WORKLOADS:
                 yield Workload(str(path), self.seed, num_requests)
                 continue
-            if not (_whole(path).has_blocks or lengths_suffice):
-                raise ValueError(f"{path} has lengths only: a replay needs block ids")
-            yield TraceFile(InputFile.of(path), num_requests)
+            if not (_whole(path, self.trace_columns).has_blocks or lengths_suffice):
+                raise ValueError(f"{path} has lengths only: a replay needs block ids (hash_ids)")
+            yield TraceFile(InputFile.of(path), num_requests, columns=self.trace_columns)
         if not self.trace:
             yield from (TraceFile(InputFile.of(path), num_requests) for path in REAL_TRACES)
 
@@ -144,7 +152,7 @@ class OnSlices(OnTraces):
                 if isinstance(source, Workload):
                     yield dataclasses.replace(source, seed=source.seed + number)
                     continue
-                apart = len(_whole(source.file.path)) // self.slices
+                apart = len(_whole(source.file.path, source.columns)) // self.slices
                 if not apart:
                     raise ValueError(f"--slices {self.slices}: {source.name} has fewer requests")
                 count = min(self.num_requests, apart)
@@ -155,11 +163,12 @@ class OnSlices(OnTraces):
 def load(source: Source) -> cache.Trace:
     """Load the trace.  The four traces used last are cached."""
     if isinstance(source, TraceFile):
-        trace, first, count = _whole(source.file.path), source.first, source.num_requests
+        first, count = source.first, source.num_requests
+        trace = _whole(source.file.path, source.columns)
         return trace[first : None if count is None else first + count]
     return cache.make_workload(source.name, seed=source.seed, num_requests=source.num_requests)
 
 
 @functools.lru_cache(maxsize=1)
-def _whole(path: Path) -> cache.Trace:
-    return cache.load_trace(path)
+def _whole(path: Path, columns: str | None) -> cache.Trace:
+    return cache.load_trace(path, columns=columns)

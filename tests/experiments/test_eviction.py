@@ -134,6 +134,39 @@ def test_bounds_ours_lru_and_own_policies_have_curves_the_best_other_too_the_res
     assert way == pytest.approx([25, 0])
 
 
+def test_a_csv_trace_is_replayed_by_its_columns(tmp_path):
+    file = tmp_path / "own.csv"
+    file.write_text("ts,blocks\n0,1 2\n1,1 2\n2,3\n")
+    own = {"trace": (file,), "policy": ("lru",), "capacity_percent": (50, 70)}
+    cells = grid(**own, trace_columns="time=ts,hash_ids=blocks")
+    rates = [row["block_hit_rate"] for cell in cells for row in eviction.run_cell(cell)]
+    assert rates == [0.2, 0.4, 0.4]
+    with pytest.raises(ValueError, match=r"own\.csv:1: a CSV trace starts with .*--columns"):
+        grid(**own)
+    with pytest.raises(ValueError, match=r"^--columns: needs --trace FILE\.csv"):
+        grid(trace=(Path("rag"),), trace_columns="time=ts,hash_ids=blocks")
+
+
+def test_means_are_over_the_pools_that_all_policies_of_a_trace_have(tmp_path):
+    """A policy tried in one pool is not compared with others' means over all pools."""
+    same = {"trace": "t", "block_size": 16, "unique_blocks": 9}
+    rates = {("lru", 0.1): 0.2, ("belady", 0.1): 0.3, ("lru", 0.01): 0.0, ("belady", 0.01): 0.1}
+    rates |= {("my.py:Own", 0.1): 0.25, ("infinite", 1.0): 0.5}
+    columns = "block_hit_rate", eviction.FIRST, eviction.LAST
+    rows = pd.DataFrame(
+        {**same, "policy": policy, "capacity_fraction": pool, **dict.fromkeys(columns, rate)}
+        for (policy, pool), rate in rates.items()
+    )
+    eviction.EXPERIMENT.plot(rows, tmp_path)
+    summary = pd.read_csv(tmp_path / "summary.csv").set_index("policy")
+    assert summary["mean_block_hit_rate"].to_dict() == {
+        "belady": 0.3,
+        "my.py:Own": 0.25,
+        "lru": 0.2,
+    }
+    assert summary["lru_to_optimum_closed"]["my.py:Own"] == 0.5
+
+
 def test_a_named_trace_that_cannot_be_replayed_is_an_error(inputs, tmp_path):
     with pytest.raises(ValueError, match="lengths only"):
         grid(trace=(inputs["lengths"],))
