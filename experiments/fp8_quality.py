@@ -7,8 +7,14 @@ the largest magnitude to fp8's largest number, 448.  There is one scale per laye
 checkpoints, or one per layer and head.  ``saturated`` has the scale 1/32, so magnitudes above 14
 saturate, as magnitudes above 448 would in a model with larger keys and scale 1.
 
+Finer scales do not help, because fp8 is a floating-point format: the relative error of rounding
+does not depend on the scale while numbers stay in fp8's range, and with scale 1 they do.  A scale
+that is no power of two only moves numbers within their binades, so rounding differs by chance.
+Two caches show it: ``power of 2 per head`` rounds the calibrated scales up to powers of two, and
+``random per head`` draws scales between 1 and 2 without regard to the calibration.
+
 The summary has the mean difference from the fp32 cache in the same window, in nats per token, with
-a 95 % bootstrap interval over the windows."""
+a 95 % bootstrap interval over the windows, and the same for the difference from scale 1."""
 
 from __future__ import annotations
 
@@ -33,6 +39,8 @@ CACHES = {
     "fp8, scale 1": ("float8_e4m3fn", None),
     "fp8, scale per layer": ("float8_e4m3fn", "layer"),
     "fp8, scale per head": ("float8_e4m3fn", "head"),
+    "fp8, power of 2 per head": ("float8_e4m3fn", "power of 2"),
+    "fp8, random per head": ("float8_e4m3fn", "random"),
     "fp8, saturated": ("float8_e4m3fn", 1 / 32),
 }
 """Dtype and scale of each cache, by its name in the figure."""
@@ -69,12 +77,17 @@ def run_cell(cell: Fp8Quality) -> list[dict[str, Any]]:
     scales: Any = [(scale, scale)] * len(layers)
     for layer in layers:  # do not calibrate with the scales of the previous cell
         layer.k_scale = layer.v_scale = None
-    if scale in ("layer", "head"):
+    if isinstance(scale, str):
         largest = torch.stack([_compute(llm, tokens, torch.float32)[1] for tokens in calibration])
-        largest = largest.amax(dim=0)  # (2, num_layers, num_kv_heads)
+        fitted = largest.amax(dim=0) / 448  # (2, num_layers, num_kv_heads)
         if scale == "layer":
-            largest = largest.amax(dim=-1, keepdim=True)
-        scales = zip(*(largest / 448), strict=True)
+            fitted = fitted.amax(dim=-1, keepdim=True)
+        elif scale == "power of 2":
+            fitted = fitted.log2().ceil().exp2()
+        elif scale == "random":
+            drawn = np.random.default_rng(cell.seed).random(fitted.shape, np.float32)
+            fitted = torch.from_numpy(drawn).exp2()
+        scales = zip(*fitted, strict=True)
     for layer, (k_scale, v_scale) in zip(layers, scales, strict=True):
         layer.k_scale, layer.v_scale = k_scale, v_scale
     return [
@@ -125,10 +138,14 @@ def _compute(llm: LLM, tokens: np.ndarray, dtype: torch.dtype) -> tuple[float, t
 
 
 def _with_differences(rows: style.DataFrame) -> style.DataFrame | None:
-    """Add the column ``more``: nats per token minus the fp32 cache's nats in the same window."""
-    baseline = rows[rows["cache"] == "fp32"].set_index("window")["nats_per_token"]
-    more = rows["nats_per_token"] - rows["window"].map(baseline)
-    return None if more.isna().any() else rows.assign(more=more)
+    """Add nats per token minus other caches' in the same window: ``more`` (than fp32) and
+    ``over_scale_1``."""
+    nats = rows.pivot(index="window", columns="cache", values="nats_per_token")
+    nats = nats.reindex(columns=["fp32", "fp8, scale 1"]).loc[rows["window"]].to_numpy()
+    more = rows["nats_per_token"].to_numpy()[:, None] - nats
+    if np.isnan(more[:, 0]).any():
+        return None
+    return rows.assign(more=more[:, 0], over_scale_1=more[:, 1])
 
 
 def _quantile(differences: style.Series, q: float) -> float:
@@ -139,7 +156,7 @@ def _quantile(differences: style.Series, q: float) -> float:
 
 
 def _summary(rows: style.DataFrame) -> style.DataFrame | None:
-    """Perplexity of each cache, and mean difference from the fp32 cache with its interval."""
+    """Perplexity of each cache, and mean differences with their intervals."""
     rows = _with_differences(rows)
     if rows is None:
         return None
@@ -149,6 +166,9 @@ def _summary(rows: style.DataFrame) -> style.DataFrame | None:
         more_nats_per_token=("more", "mean"),
         low=("more", lambda more: _quantile(more, 0.025)),
         high=("more", lambda more: _quantile(more, 0.975)),
+        over_scale_1=("over_scale_1", "mean"),
+        over_scale_1_low=("over_scale_1", lambda over: _quantile(over, 0.025)),
+        over_scale_1_high=("over_scale_1", lambda over: _quantile(over, 0.975)),
     )
 
 

@@ -43,7 +43,7 @@ TINY_RUNS = {
     "--policy lru --policy sieve --policy belady --policy {policy}:Mine",
     "eviction_serving": "26 --trace {chat} --policy {policy}:Mine --policy lru "
     "--policy queue_informed --pool-gib 1 4 --num-requests 60 --slices 2",
-    "fp8_quality": "6 --model tiny --windows 2 --calibration-windows 1 --window-tokens 40 "
+    "fp8_quality": "8 --model tiny --windows 2 --calibration-windows 1 --window-tokens 40 "
     "--threads 1",
     "hybrid": "25 --trace {chat} --model gpt-oss-120b --policy lru --policy arc --layout full r0",
     "kernel_counters": "3 --op decode store --arch sm_90 --kv-dtype bfloat16 --block-size 16 "

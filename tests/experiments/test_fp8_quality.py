@@ -11,7 +11,9 @@ def test_each_cache_changes_the_same_windows_in_its_own_way(tiny_run):
     run = tiny_run("fp8_quality")
     nats = run.rows.pivot(index="window", columns="cache", values="nats_per_token")
     assert len(nats) == 2
-    assert nats.loc[0].nunique() == len(CACHES)
+    # Scales that are powers of two round alike while numbers stay in fp8's range.
+    assert nats["fp8, power of 2 per head"].equals(nats["fp8, saturated"])
+    assert nats.loc[0].nunique() == len(CACHES) - 1
     assert abs(nats["bf16"] - nats["fp32"]).max() < abs(nats["fp8, scale 1"] - nats["fp32"]).max()
     summary = run.summary.set_index("cache")
     assert summary.loc["fp32", ["more_nats_per_token", "low", "high"]].eq(0).all()
