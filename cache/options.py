@@ -51,7 +51,7 @@ class Options:
                 return f"{_shown(other)} has it"
         if name in _HERE:
             here = _HERE[name]
-            return f"use {here}" if here else "nothing here does its work, so leave it out"
+            return f"use {here}" if here else "no option does the same, so leave it out"
         from difflib import get_close_matches  # takes milliseconds, and only errors need it
 
         known = list(cls.__dataclass_fields__)

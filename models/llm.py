@@ -140,7 +140,7 @@ class LLMOptions(Options):
 
     def __post_init__(self) -> None:
         for name in ("dtype", "kv_cache_dtype"):
-            if getattr(self, name) == "auto":
+            if str(getattr(self, name)) == "auto":
                 object.__setattr__(self, name, None)
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:

@@ -184,7 +184,7 @@ def _number(value: Any) -> float:
 def _items(value: object) -> tuple:
     if value is None:
         return ()
-    if not isinstance(value, Collection) or isinstance(value, str | bytes):
+    if not isinstance(value, Collection) or isinstance(value, str | bytes | Mapping):
         raise TypeError
     return tuple(value)
 

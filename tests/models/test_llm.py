@@ -4,6 +4,7 @@ import copy
 import functools
 import math
 import pickle
+import re
 import shutil
 import types
 from unittest import mock
@@ -312,19 +313,24 @@ def test_options_that_do_not_fit_are_named(options, message, make_llm):
 
 
 @pytest.mark.parametrize(
-    ("name", "advice"),
+    ("kind", "name", "advice"),
     [
-        ("num_kvcache_blocks", "use num_blocks"),
-        ("swap_space", "use num_host_blocks with preemption='swap'"),
-        ("quantization", "nothing here does its work, so leave it out"),
-        ("temperature", "SamplingParams has it"),
-        ("max_model_length", "did you mean max_model_len? choose from device, dtype, "),
+        (LLM, "num_kvcache_blocks", "use num_blocks"),
+        (LLM, "quantization", "no option does the same, so leave it out"),
+        (LLM, "temperature", "SamplingParams has it"),
+        (LLM, "max_model_length", "did you mean max_model_len? choose from device, dtype, "),
+        (SamplingParams, "best_of", "use n with logprobs=0, and rank the outputs by cumulative_"),
+        (SamplingParams, "prompt_logprobs", "no option does the same, so leave it out"),
+        (SamplingParams, "num_blocks", "LLM has it"),
+        (SamplingParams, "x", "choose from n, temperature, top_k, top_p,"),
     ],
 )
-def test_options_of_other_systems_are_explained(name, advice, make_llm):
-    with pytest.raises(TypeError) as raised:
-        make_llm(**{name: 1})
-    assert str(raised.value).startswith(f"LLM has no option {name}; {advice}")
+def test_unknown_options_are_explained(kind, name, advice):
+    arguments = [tiny_config()] if kind is LLM else []
+    with pytest.raises(
+        TypeError, match=f"^{kind.__name__} has no option {name}; {re.escape(advice)}"
+    ):
+        kind(*arguments, **{name: 1})
 
 
 def test_names_and_values_of_vllm_are_served():
@@ -349,6 +355,8 @@ def test_prompts_and_parameters_that_do_not_fit_are_named(text_checkpoint):
         ([[1], [2], [3]], [GREEDY] * 2, "sampling_params: 2 for 3 prompts; needs one for all, or"),
         ([[1]], [7], r"sampling_params\[0\]=7: needs SamplingParams"),
         ([], 7, "sampling_params=7: needs SamplingParams"),
+        ([1], SamplingParams(logit_bias={97: 1}), "logit_bias: token id 97; needs ids from 0 to 9"),
+        ([1], SamplingParams(bad_words=[[1, 98]]), "bad_words: token id 98; needs ids from 0"),
     ):
         with pytest.raises(ValueError, match=message):
             llm.generate(prompts, params)
@@ -356,6 +364,10 @@ def test_prompts_and_parameters_that_do_not_fit_are_named(text_checkpoint):
     llm.tokenizer = None
     with pytest.raises(ValueError, match=r"prompts\[0\]: prompt: a text needs a tokenizer\.json"):
         llm.generate("Hello", GREEDY)
+    with pytest.raises(ValueError, match="bad_words='a': texts need a tokenizer; give token ids"):
+        llm.generate([1], SamplingParams(bad_words="a"))
+    with pytest.raises(ValueError, match="use_tqdm=1: needs True or False"):
+        llm.generate([1], GREEDY, 1)
 
 
 def test_priorities_need_a_scheduler_that_reads_them(make_llm):
