@@ -17,7 +17,12 @@ from experiments import serving, style
 from experiments.harness import Experiment
 from experiments.serving import Serving
 
-_OPTIONS = Serving(
+
+class SharedPrefix(Serving):
+    """The options of ``Serving``, for loads whose prompts share a prefix."""
+
+
+_OPTIONS = SharedPrefix(
     load=("one_shot", "five_shot"),
     host_ms=(10,),
     system=("contiguous_oracle", "paged", "vllm_v1"),

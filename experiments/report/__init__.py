@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _FOLDER = Path(__file__).parent
-_AGREES = 0.1
-"""A number agrees with the published number up to this relative difference."""
+WITHIN, OVERLAP = "within 10\u00a0%", "ranges overlap"
 
 
 def write_report(results: Path, output: Path, experiments: Mapping[str, Experiment]) -> Path:
@@ -45,6 +44,7 @@ def write_report(results: Path, output: Path, experiments: Mapping[str, Experime
         for number, table in enumerate(sorted((results / name).glob("*/rows.csv"))):
             notes = [] if number else _compare(published.get(name, []), table.parent, name)
             pages.append(_page(experiment, table.parent, notes, captions.get(name, {})))
+    of_same_trace = (n for page in pages for n in page["published"] if not n.get("another_trace"))
     if not pages:
         raise OptionsError(f"no rows.csv in a folder of {results}: run an experiment first")
     environment = jinja2.Environment(
@@ -54,6 +54,10 @@ def write_report(results: Path, output: Path, experiments: Mapping[str, Experime
         pages=pages,
         absent=[e for name, e in experiments.items() if name not in {p["name"] for p in pages}],
         is_committed=results.resolve() == committed("").parent,
+        within=WITHIN,
+        overlap=OVERLAP,
+        rule=(inspect.getdoc(_verdict) or "").partition("\n\n")[2].replace(" %", "\u00a0%"),
+        verdicts=[v["verdict"] for n in of_same_trace for v in n["values"] if v["verdict"]],
     )
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(output, page)
@@ -74,7 +78,7 @@ def _page(
     return {
         "name": experiment.name,
         "figure": experiment.figure,
-        "question": _markdown(question.rstrip(".")),
+        "question": _markdown(question.rstrip("."))[3:-5],  # without <p>, </p> and a line's end
         "method": _markdown(method),
         "device": folder.name,
         "id": f"{experiment.name}-{folder.name}",
@@ -143,28 +147,37 @@ def _compare(notes: list[dict[str, Any]], folder: Path, name: str) -> list[dict[
         table = folder / value.get("table", "rows.csv")
         if not table.exists():
             return pd.Series(dtype=float)
-        found = read(table).query(value["where"], engine="python")[value["column"]]
-        return found.nlargest(1) if value.get("take") == "max" else found
+        return read(table).query(value["where"], engine="python")[value["column"]].dropna()
 
-    def compared(value: dict[str, Any]) -> dict[str, Any]:
+    def compared(note: dict[str, Any], value: dict[str, Any]) -> dict[str, Any]:
         ours = measured(value, folder)
         judged = measured(value, committed(name)) if committed(name).exists() else ours
         texts = {"ours": _range(ours, value["format"]), "judged": _range(judged, value["format"])}
-        return {**value, **texts, "verdict": _verdict(value["published"], judged)}
+        mark = "another trace: " if note.get("another_trace") else ""
+        return {**value, **texts, "verdict": mark + _verdict(value["published"], judged)}
 
-    return [{**note, "values": [*map(compared, note.get("values", []))]} for note in notes]
+    return [{**n, "values": [compared(n, value) for value in n.get("values", [])]} for n in notes]
 
 
 def _verdict(published: str, measured: pd.Series) -> str:
-    """Whether the measured numbers meet the published range, or by which factor they miss it."""
+    """The verdict on our numbers beside a published number or range; "" if there are none of ours.
+
+    "within 10 %" means that each number of ours is at most 10 % below or above the published number
+    or range; "ranges overlap" means that this is not so, but both are ranges and have a part in
+    common; otherwise the verdict is our smallest and our largest number, each divided by the
+    published number or by the nearer end of the published range.
+    """
     if measured.empty:
         return ""
     unit = 0.01 if "%" in published else 1
     numbers = [unit * float(number) for number in re.findall(r"\d+(?:\.\d+)?", published)]
     low, high, smallest, largest = min(numbers), max(numbers), measured.min(), measured.max()
-    if largest * (1 + _AGREES) >= low and smallest <= high * (1 + _AGREES):
-        return "agrees"
-    return f"{largest / low if largest < low else smallest / high:.2g} times"
+    ratios = [round(n / min(max(n, low), high), 6) for n in (smallest, largest)]
+    if ratios[0] >= 0.9 and ratios[1] <= 1.1:
+        return WITHIN
+    if low < high and smallest < largest and low <= largest and smallest <= high:
+        return OVERLAP
+    return " to ".join(dict.fromkeys(map("{:.2f}".format, ratios))) + " times"
 
 
 def _range(measured: pd.Series, form: str) -> str:
