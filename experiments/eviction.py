@@ -31,7 +31,6 @@ from experiments.load.workloads import OnTraces
 
 _TICKS = (0.02, 0.1, 0.5, 2, 10, 50)
 FIRST, LAST = "first_hit_rate", "last_hit_rate"
-_BEST = {**style.line(style.ORANGE, "^"), "label": "best of the others"}
 _LEAST_GAP = 0.002
 """The closed share is computed only if Belady's hit rate minus LRU's is larger than this."""
 OURS = "safeguarded"
@@ -136,9 +135,9 @@ def is_online(policy: str) -> bool:
 def _draw(rows: style.DataFrame) -> style.Figure:
     """A column per trace: hit rates above, the closed share of the LRU-to-Belady gap below.
 
-    The bounds, OURS, LRU, the user's policies and the best other built-in policy have a curve each.
-    A band shows the range of the other built-in policies.  In the panels below, OURS was chosen on
-    the first two thirds of a trace (dashed) and is judged on the last third (solid).
+    The bounds, OURS, LRU, MQ, the user's policies and the best other built-in policy have a curve
+    each.  A band shows the range of the other built-in policies.  In the panels below, OURS was
+    chosen on the first two thirds of a trace (dashed) and is judged on the last third (solid).
     """
     num_traces = rows["trace"].nunique()
     figure, axes, _ = style.panel_grid(
@@ -147,6 +146,8 @@ def _draw(rows: style.DataFrame) -> style.Figure:
     sizes = 100 * _bounded(rows)["capacity_fraction"]
     ticks = [tick for tick in _TICKS if sizes.min() <= tick <= sizes.max()]
     looks = style.policy_lines(["infinite", *_bounded(rows)["policy"].unique()])
+    for policy in filter(is_online, looks):  # dashes tell the parts of a trace apart
+        looks[policy] |= style.line(looks[policy]["color"], looks[policy]["marker"])
     for (_, of_trace), above, below in zip(
         rows.groupby("trace", sort=False), axes[:num_traces], axes[num_traces:], strict=True
     ):
@@ -156,25 +157,23 @@ def _draw(rows: style.DataFrame) -> style.Figure:
         own = [policy for policy in rates if policy not in cache.POLICIES]
         for rate in of_trace[of_trace["policy"] == "infinite"]["block_hit_rate"]:
             above.axhline(100 * rate, **looks["infinite"])
-        percent = 100 * rates.index
-        for policy in filter(rates.__contains__, ["belady", OURS, "lru", *own]):
+        shown = dict.fromkeys([best, "mq", OURS, *own])
+        for policy in filter(rates.__contains__, ["belady", "lru", *shown]):
             replayed = rates[policy].dropna()
             above.plot(100 * replayed.index, 100 * replayed, **looks[policy], zorder=3)
         title = _title(of_trace.iloc[0])
         if best:
-            above.plot(percent, 100 * rates[best], **_BEST, zorder=2.5)
             band = 100 * rates[others].agg(["min", "max"], axis=1)
             label = "the others, built in"
-            above.fill_between(
-                percent, band["min"], band["max"], color=style.GREY, alpha=0.2, lw=0, label=label
-            )
+            look: style.Look = {"color": style.GREY, "alpha": 0.2, "lw": 0, "label": label}
+            above.fill_between(100 * rates.index, band["min"], band["max"], **look)
             title += f"\nbest of the others: {looks[best]['label']}"
         above.margins(y=0.05)
         above.set(title=title, ylim=(0, None))
         for part, dashes in ((FIRST, "dashed"), (LAST, "solid")):
             closed = _closed(by_policy(of_trace, "capacity_fraction", part))
-            for policy in filter(closed.__contains__, [OURS, best, *own]):
-                look = {**(_BEST if policy == best else looks[policy]), "linestyle": dashes}
+            for policy in filter(closed.__contains__, shown):
+                look = {**looks[policy], "linestyle": dashes}
                 if dashes == "dashed":
                     look["markerfacecolor"] = "white"
                 replayed = closed.loc[rates[policy].dropna().index, policy]
@@ -248,7 +247,7 @@ EXPERIMENT = Experiment(
     figure="hit rate vs capacity per eviction policy, with the optimum and the infinite cache",
     options=Eviction(),
     # The numbers in published.toml are for whole traces.
-    quick=Eviction(policy=("lru", "lfu", "gdsf", "belady"), capacity_percent=(0.5, 5, 20, 50)),
+    quick=Eviction(policy=("lru", "lfu", "mq", "belady"), capacity_percent=(0.5, 5, 20, 50)),
     cells=cells,
     run_cell=run_cell,
     plot=style.plotter({"hit_rate": _draw}, {"summary": (_summary, "%.4f")}),

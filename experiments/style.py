@@ -27,6 +27,7 @@ _FORMATS = {"pdf": {"CreationDate": None, "Producer": None}, "png": {"Software":
 # Okabe and Ito's colours for colour-blind readers.  Markers and dashes differ, too: for grey print.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, RED, PINK, GREY = "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#777777"
+VIOLET = "#5B2C9F"  # of users' policies alone
 
 Look = dict[str, Any]
 """Keyword arguments of a drawing function of matplotlib."""
@@ -60,16 +61,16 @@ def bar(color: str, hatch: str = "") -> Look:
 _POLICIES = {
     "infinite": ("infinite cache", {**line(GREY, "", "dotted"), "linewidth": 1.0}),
     "belady": ("Belady (optimum)", line(BLACK, "", "dashed")),
-    "reuse_oracle": ("LRU knowing what returns", line(BLACK, "", "dashdot")),
+    "reuse_oracle": ("LRU knowing what returns", line(BLACK, "p", "dashdot")),
     "safeguarded": ("gittins, safeguarded (ours)", line(RED, ">")),
-    "gittins": ("gittins (ours)", line(RED, ">", "dashed")),
+    "gittins": ("gittins (ours)", line(RED, "<", "dashed")),
     "lru": ("LRU", line(BLUE, "o")),
     "fifo": ("FIFO", line(ORANGE, "s")),
     "lfu": ("LFU", line(GREEN, "^")),
     "slru": ("SLRU", line(SKY, "D")),
     "lru_k": ("LRU-K", line(RED, "v")),
     "two_q": ("2Q", line(PINK, "P")),
-    "arc": ("ARC", line(RED, "X", "dashed")),
+    "arc": ("ARC", line(SKY, "X", "dashed")),
     "s3fifo": ("S3-FIFO", line(BLUE, "s", "dashed", fill=False)),
     "sieve": ("SIEVE", line(GREEN, "o", "dashed", fill=False)),
     "mq": ("MQ", line(ORANGE, "^", "dashed", fill=False)),
@@ -82,10 +83,10 @@ _POLICIES = {
     "random_leaf": ("random leaf", line(PINK, "8", "dashed")),
     "marconi": ("Marconi", line(SKY, "P", "dashed")),
     "retention": ("TensorRT-LLM retention", line(ORANGE, "h", "dotted")),
-    "sglang_slru": ("SGLang SLRU", line(SKY, "D", "dotted")),
-    "frequency_cost": ("frequency and cost", line(GREEN, "^", "dotted")),
+    "sglang_slru": ("SGLang SLRU", line(SKY, "8", "dotted")),
+    "frequency_cost": ("frequency and cost", line(GREEN, "v", "dotted")),
     "queue_informed": ("LRU knowing the queue", line(PINK, "X", "dashdot")),
-    "session_end": ("LRU knowing session ends", line(BLUE, "o", "dotted")),
+    "session_end": ("LRU knowing session ends", line(BLUE, "p", "dotted")),
     "ttl": ("time to live", line(RED, "s", "dashdot")),
     "session_gap": ("pause of the session (ours)", line(BLACK, "*", "dashdot")),
 }
@@ -110,10 +111,10 @@ def lines_of(names: Iterable[str]) -> dict[str, Look]:
 def policy_lines(policies: Iterable[str]) -> dict[str, Look]:
     """Line properties and label for each policy.
 
-    A built-in policy looks the same in every figure.  Users' policies get thick lines of three
-    colours in turn.
+    A built-in policy looks the same in every figure.  Users' policies get thick lines in a
+    colour of their own, with three markers in turn.
     """
-    own = cycle([line(PINK, "*"), line(GREEN, "p"), line(SKY, "h")])
+    own = cycle(line(VIOLET, marker) for marker in "*ph")
     lines = {}
     for policy in policies:
         if policy in _POLICIES:

@@ -104,9 +104,7 @@ def test_capacities_are_of_the_unique_blocks_of_the_first_requests_rounded_down(
     assert [row["capacity_blocks"] for row in rows] == expected
 
 
-def test_bounds_ours_lru_and_own_policies_have_curves_the_best_other_too_the_rest_a_band(
-    drawn, tmp_path
-):
+def test_bounds_ours_lru_mq_own_and_the_best_other_have_curves_the_rest_a_band(drawn, tmp_path):
     rates = {policy: 0.3 + place / 1000 for place, policy in enumerate(cache.POLICIES)}
     rates |= {"belady": 0.9, "lru": 0.5, "sieve": 0.6, "mru": 0.1, "my.py:Own": 0.55}
     rows = pd.DataFrame(
@@ -124,13 +122,13 @@ def test_bounds_ours_lru_and_own_policies_have_curves_the_best_other_too_the_res
     shown = {line.get_label(): line.get_ydata()[0] for line in above.lines}
     assert shown == pytest.approx(
         {
-            "Belady (optimum)": 90, "my.py:Own": 55, "LRU": 50,
-            "best of the others": 60, "gittins, safeguarded (ours)": 100 * rates["safeguarded"],
+            "Belady (optimum)": 90, "my.py:Own": 55, "LRU": 50, "SIEVE": 60,
+            "MQ": 100 * rates["mq"], "gittins, safeguarded (ours)": 100 * rates["safeguarded"],
         }
     )  # fmt: skip
     (band,) = above.collections
     assert (band.get_datalim(above.transData).y0, band.get_datalim(above.transData).y1) == (10, 60)
-    way = [line.get_ydata()[0] for line in below.lines if line.get_label() == "best of the others"]
+    way = [line.get_ydata()[0] for line in below.lines if line.get_label() == "SIEVE"]
     assert way == pytest.approx([25, 0])
 
 
