@@ -1,4 +1,7 @@
-"""The command line: list, run, plot, reproduce, report, try, check, gpu."""
+"""The command line: list, run, plot, reproduce, report, try, check.
+
+``__main__`` hands the commands generate and gpu to their own command lines.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,6 @@ from typing import Annotated, Any
 import tyro
 from tyro.extras import SubcommandApp
 
-from experiments.gpu import contact
 from experiments.harness import (
     Experiment,
     FolderInUse,
@@ -92,7 +94,8 @@ def _app(arguments: list[str]) -> SubcommandApp:
     app.command(name="report")(_report)
     app.command(name="try")(_try)
     app.command(name="check")(_check)
-    app.command(name="gpu", help="Measure on the GPU of this machine.")(lambda: contact.main([]))
+    app.command(name="generate", help="Generate text with a model.")(lambda: None)
+    app.command(name="gpu", help="Measure on the GPU of this machine.")(lambda: None)
     return app
 
 
@@ -190,26 +193,38 @@ def _report(results: Path = _RESULTS, output: Path | None = None) -> int:
     return 0
 
 
-def _try(policy: tyro.conf.Positional[str], out: Path = _RESULTS / "try") -> int:
+def _try(
+    policy: tyro.conf.Positional[str],
+    trace: tyro.conf.UseAppendAction[tuple[Path, ...]] = (),
+    columns: str | None = None,
+    capacity_percent: tuple[float, ...] = (1, 5, 10),
+    out: Path = _RESULTS / "try",
+) -> int:
     """Compare an eviction policy with LRU and the optimum on three real traces, in seconds.
 
     Args:
         policy: Your policy as file.py:Class, or the name of a policy.
+        trace: A trace (.jsonl, .csv, .gz, .zst) or a synthetic workload by its name. None: those
+            in experiments/traces.
+        columns: Columns of .csv traces, such as time=ts,hash_ids=blocks. See docs/traces.md.
+        capacity_percent: Sizes of the pool, in percent of the unique blocks of a trace.
         out: Folder of the figure.
     """
+    from experiments.eviction import Eviction
     from experiments.trials import try_policy
 
-    try_policy(policy, out)
+    traces = Eviction(trace=trace, trace_columns=columns, capacity_percent=capacity_percent)
+    try_policy(policy, traces, out)
     return 0
 
 
 def _check(kernel: tyro.conf.Positional[Path]) -> int:
-    """Compare a kernel with fp64 over block sizes, dtypes and options, in a minute.
+    """Compare a kernel with fp64 over block sizes, dtypes, options and splits, in a minute.
 
     Args:
-        kernel: File of an op, such as kernels/store_kvcache.py.
+        kernel: File of an op, such as kernels/store_kvcache.py or a changed copy of it.
     """
-    from experiments.trials import check_kernel
+    from experiments.check import check_kernel
 
     return int(not check_kernel(kernel))
 

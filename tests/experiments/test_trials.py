@@ -1,10 +1,10 @@
-"""``pagelab try`` and ``pagelab check``, by their command lines."""
+"""``pagelab try``, by its command line."""
 
 import re
 
 import pytest
 
-from experiments import cli, kernel_accuracy
+from experiments import cli
 from experiments.load import workloads
 
 _POLICY = """
@@ -55,22 +55,3 @@ def test_a_policy_that_cannot_run_is_named(policy_file, tmp_path, capsys, policy
     error = capsys.readouterr().err
     assert policy in error
     assert message in error
-
-
-@pytest.mark.parametrize(("wrong", "status", "verdict"), [(0, 0, "all within"), (1, 1, "2 WRONG")])
-def test_a_kernel_is_checked(monkeypatch, capsys, wrong, status, verdict):
-    def run_cell(cell, run=kernel_accuracy.run_cell):
-        is_wrong = wrong and cell.dtype == "float16"
-        return [{**row, "passed": not is_wrong} for row in run(cell)]
-
-    monkeypatch.setattr(kernel_accuracy, "run_cell", run_cell)
-    file = kernel_accuracy.__file__.replace("experiments/kernel_accuracy", "kernels/{}")
-    assert cli.main(["check", file.format("merge_attention_states")]) == status
-    output = capsys.readouterr().out
-    assert verdict in output
-    assert output.count("\033[31m") == wrong
-
-
-def test_a_file_that_is_no_op_is_refused(capsys):
-    assert cli.main(["check", "kernels/primitives.py"]) == 2
-    assert "store_kvcache" in capsys.readouterr().err
