@@ -193,9 +193,8 @@ def _draw(rows: style.DataFrame) -> style.Figure:
     rows = rows[rows["load"] == rows["load"].iloc[0]]
     over = over_lru(rows).where(rows["policy"] != _NO_CACHE)
     rows, notes = _apart(rows.assign(over_lru=over, hits=100 * rows["block_hit_rate"]))
-    lines = style.policy_lines(rows["policy"].unique())
-    lines[_NO_CACHE] = {"label": "no prefix caching"}
-    bound, names = lines.pop(_INFINITE), [*lines]
+    names = [*rows.loc[rows["policy"] != _INFINITE, "policy"].unique()]
+    lines = style.policy_lines([*names, _INFINITE]) | {_NO_CACHE: {"label": "no prefix caching"}}
     columns = {"hits": "block hit rate (%)", "ttft_mean_s": "time to first token (s)"}
     columns |= {"over_lru": "time / LRU's"}
     table = quantiles.over_slices(rows, ["trace", "loop", "policy", "pool_gib"], [*columns])
@@ -212,7 +211,7 @@ def _draw(rows: style.DataFrame) -> style.Figure:
                 look |= {"linestyle": "none", "label": f"pool of {pool:g} GiB", "elinewidth": 0.7}
                 axis.errorbar(mean, rows_at, xerr=[mean - low, high - mean], **look)
             for x in of_trace[of_trace["policy"] == _INFINITE][f"{column}_mean"].dropna():
-                axis.axvline(x, **bound)
+                axis.axvline(x, **lines[_INFINITE])
             axis.set_xlabel(label)
         style.name_rows(panels[0], [lines[name]["label"] for name in names])
         panels[0].set_title(f"{trace}, {of_trace['slices'].max()} slices, {loop} loop", loc="left")
