@@ -16,16 +16,13 @@ _HERE: dict[str, str | None] = {
     "max_new_tokens": "max_tokens", "do_sample": "temperature", "output_kind": "LLM.stream",
     "chat_template": "LLM.chat(..., chat_template=...)",
 } | dict.fromkeys((
-    "quantization", "tokenizer", "tokenizer_mode", "tokenizer_revision", "skip_tokenizer_init",
-    "trust_remote_code", "download_dir", "hf_overrides", "hf_config", "hf_token", "config_format",
-    "cpu_offload_gb", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel",
-    "distributed_executor_backend", "disable_custom_all_reduce", "disable_log_stats", "task",
-    "runner", "enable_lora", "max_loras", "max_lora_rank", "limit_mm_per_prompt",
-    "mm_processor_kwargs", "speculative_config", "speculative_model", "max_logprobs",
-    "rope_scaling", "guided_decoding", "guided_decoding_backend", "structured_outputs",
-    "structured_outputs_config", "logits_processors", "allowed_token_ids", "prompt_logprobs",
+    "quantization", "tokenizer", "tokenizer_mode", "skip_tokenizer_init", "trust_remote_code",
+    "download_dir", "hf_config", "hf_overrides", "cpu_offload_gb", "pipeline_parallel_size",
+    "data_parallel_size", "distributed_executor_backend", "disable_log_stats", "enable_lora",
+    "limit_mm_per_prompt", "speculative_config", "rope_scaling", "guided_decoding",
+    "structured_outputs", "logits_processors", "allowed_token_ids", "prompt_logprobs",
     "truncate_prompt_tokens", "include_stop_str_in_output", "detokenize", "early_stopping",
-    "spaces_between_special_tokens", "extra_args", "thinking_token_budget",
+    "spaces_between_special_tokens", "extra_args",
 ))  # fmt: skip
 """Options of vLLM, nano-vLLM and transformers: what to use here, or None if nothing does it."""
 

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import reprlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -343,7 +343,10 @@ class LLM:
             )
         chats = as_list(messages)
         chats = [chats] if chats and isinstance(chats[0], Mapping) else chats
-        template_options |= template_options.pop("chat_template_kwargs", None) or {}
+        variables = template_options.pop("chat_template_kwargs", None) or {}
+        if not isinstance(variables, Mapping):
+            raise ValueError(f"chat_template_kwargs={shown(variables)}: needs a mapping")
+        template_options |= variables
         texts = [self.chat_template.render(chat, **template_options) for chat in chats]
         # The rendered text already has the special tokens.
         prompts = [self.encode(text, add_special_tokens=False) for text in texts]
@@ -422,35 +425,30 @@ class LLM:
             text.encode()  # the error names a lone surrogate
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def _bad_words(self, words: Collection[str | Sequence[int]]) -> Iterator[Sequence[int]]:
-        """Bad words as token ids: of a text, those at the start and in the middle of a line."""
-        for word in words:
-            if not isinstance(word, str):
-                yield word
-                continue
-            plain, spaced = (
-                self.encode(blank + word.lstrip(), add_special_tokens=False) for blank in ("", " ")
-            )
-            yield plain
-            if len(spaced) == len(plain) and spaced[0] != plain[0]:
-                yield spaced
+    def _spellings(self, word: str | Sequence[int]) -> list[Sequence[int]]:
+        """Token ids of a bad word; of a text also behind a blank, as in vLLM."""
+        if not isinstance(word, str):
+            return [word]
+        texts = word.lstrip(), " " + word.lstrip()
+        plain, spaced = (self.encode(text, add_special_tokens=False) for text in texts)
+        is_other = len(spaced) == len(plain) and spaced[:1] != plain[:1]
+        return [plain, spaced] if is_other else [plain]
 
     def _with_token_ids(self, params: SamplingParams) -> SamplingParams:
-        """Replace bad words, and stop strings that texts do not show, by token ids."""
+        """Replace bad words, and stop strings that are special tokens (texts do not show them), by
+        token ids."""
         if self.tokenizer is None:
-            return params
-        params = dataclasses.replace(params, bad_words=list(self._bad_words(params.bad_words)))
-        if not params.skip_special_tokens:
             return params
         special = {
             token.content: token_id
             for token_id, token in self.tokenizer.get_added_tokens_decoder().items()
-            if token.special and token.content in params.stop
+            if params.skip_special_tokens and token.special and token.content in params.stop
         }
         return dataclasses.replace(
             params,
             stop=[stop for stop in params.stop if stop not in special],
             stop_token_ids={*params.stop_token_ids, *special.values()},
+            bad_words=[ids for word in params.bad_words for ids in self._spellings(word)],
         )
 
     def _requests(self, prompts: Any, sampling_params: Any, priority: Any) -> list[NewRequest]:

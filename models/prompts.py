@@ -36,6 +36,7 @@ class SaltedPrompt:
 
 
 Prompt = str | Sequence[int] | Mapping[str, Any] | SaltedPrompt
+_KEYS = "prompt", "prompt_token_ids", "cache_salt"
 Messages = Sequence[Mapping[str, object]]
 """Messages of a chat, usually with a "role" and a "content"."""
 
@@ -76,28 +77,25 @@ def load_tokenizer(folder: Path | None) -> Tokenizer | None:
 
 def as_list(values: Any) -> list:
     """The items of an iterable; a text, a mapping or any other value alone."""
-    return list(values) if _is_several(values) else [values]
+    is_one = isinstance(values, str | Mapping) or not isinstance(values, Iterable)
+    return [values] if is_one else list(values)
 
 
 def list_prompts(prompts: Any) -> list[Any]:
     """One or several prompts as a list.  Token ids may be a list, an array or a tensor."""
-    if isinstance(prompts, bytes | bytearray | range) or not _is_several(prompts):
-        return [prompts]
-    if hasattr(prompts, "ndim"):
-        return [prompts] if prompts.ndim < 2 else list(prompts)
-    _check_order("prompts", prompts)
+    is_one = isinstance(prompts, str | bytes | bytearray | range)
+    if is_one or not isinstance(prompts, Sequence):
+        return list(prompts) if getattr(prompts, "ndim", 0) > 1 else [prompts]
     return [prompts] if prompts and isinstance(prompts[0], Integral) else list(prompts)
 
 
 def split_prompt(
     prompt: Any, encode: Callable[[str], list[int]]
 ) -> tuple[str | None, list[int], str | bytes | None]:
-    """Text (or None), token ids and cache salt (or None) of a prompt.  ``encode`` encodes its text.
+    """Text (or None), token ids and cache salt (or None) of a prompt.
 
-    A mapping has vLLM's keys "prompt" or "prompt_token_ids", and may have "cache_salt".  If it has
-    both text and token ids, the ids are the prompt.
-
-    Raises ValueError for a mapping with other keys, and for what is no prompt."""
+    A mapping has vLLM's keys: "prompt" or "prompt_token_ids" (of both the ids count), and perhaps
+    "cache_salt".  Raises ValueError for a mapping with other keys, and for what is no prompt."""
     if isinstance(prompt, SaltedPrompt):
         return *split_prompt(prompt.prompt, encode)[:2], prompt.cache_salt
     if isinstance(prompt, str):
@@ -105,46 +103,31 @@ def split_prompt(
     if not isinstance(prompt, Mapping):
         return None, to_token_ids(prompt), None
     given = {key: value for key, value in prompt.items() if value is not None}
-    text, token_ids = given.pop("prompt", None), given.pop("prompt_token_ids", None)
-    salt = given.pop("cache_salt", None)
-    if not isinstance(text, str | None):
-        raise ValueError(f"prompt: {{'prompt': {shown(text)}}}: needs a text")
-    if token_ids is not None and not given:
-        return text, to_token_ids(token_ids), salt
-    if text is not None and not given:
-        return text, encode(text), salt
-    problem = f"has {', '.join(map(shown, given))}" if given else f"is {shown(prompt)}"
-    raise ValueError(
-        f"prompt: the mapping {problem}; needs 'prompt' or 'prompt_token_ids', and may have "
-        "'cache_salt'"
-    )
+    text, token_ids, salt = (given.pop(key, None) for key in _KEYS)
+    if isinstance(text, str | None) and not given:
+        if token_ids is not None:
+            return text, to_token_ids(token_ids), salt
+        if text is not None:
+            return text, encode(text), salt
+    got = f"key {', '.join(map(shown, given))}" if given else shown(prompt)
+    needs = "a text as 'prompt' or a list as 'prompt_token_ids', and perhaps 'cache_salt'"
+    raise ValueError(f"prompt: got a mapping with {got}; needs {needs}")
 
 
-def _is_several(values: object) -> bool:
-    """Whether ``values`` is an iterable of items, and neither a text nor a mapping."""
-    return isinstance(values, Iterable) and not isinstance(values, str | Mapping)
-
-
-def _check_order(name: str, values: object) -> None:
-    """Raise ValueError for an iterable that is no sequence: its order may be any."""
-    if _is_several(values) and not isinstance(values, Sequence):
-        kind = type(values).__name__
-        has_no_order = ", which has no order" * isinstance(values, set | frozenset)
-        raise ValueError(f"{name}: got a {kind}{has_no_order}; pass a list")
-
-
-def to_token_ids(prompt: Iterable[int]) -> list[int]:
-    """Token ids as a list of int.  Raises ValueError for other types."""
+def to_token_ids(prompt: Any) -> list[int]:
+    """The token ids of a sequence, an array or a tensor.  Raises ValueError for other types."""
     if isinstance(prompt, bytes | bytearray):
         raise ValueError(f"prompt: got bytes, {shown(prompt)}; decode them to a str")
-    if not hasattr(prompt, "ndim"):
-        _check_order("prompt", prompt)
     if isinstance(prompt, range):
         prompt = prompt[: 2**24 + 1]  # longer than any model's maximum
     try:
-        return list(map(operator.index, prompt))
-    except Exception:  # an iterator may raise any exception
-        raise ValueError(f"prompt: needs a text or token ids, got {shown(prompt)}") from None
+        if isinstance(prompt, Sequence) or hasattr(prompt, "ndim"):
+            return list(map(operator.index, prompt))
+    except Exception:  # a sequence may raise any exception
+        pass
+    got = f"the {type(prompt).__name__} {shown(prompt)}"
+    got += ", which has no order" * isinstance(prompt, set | frozenset)
+    raise ValueError(f"prompt: needs a text or a list of token ids, got {got}")
 
 
 class ChatTemplate:
