@@ -192,7 +192,7 @@ def _draw(rows: style.DataFrame) -> style.Figure | None:
     tokens = table["predicted_tokens"].iloc[0]
     axis.set_xlabel(
         "nats per token more than with an fp32 cache"
-        f"\n({rows['model'].iloc[0]}, {tokens:,} tokens; blue: mean and its 95 % interval)"
+        f"\n({rows['model'].iloc[0]}, {tokens:,} tokens; bars: 95 % intervals of means)"
     )
     return figure
 
