@@ -81,7 +81,8 @@ def _short(cells: list[Eviction]) -> list[Eviction]:
 
 def _replay(cells: list[Eviction]) -> pd.DataFrame:
     """Rows of the eviction table."""
-    return pd.DataFrame([row for cell in cells for row in eviction.run_cell(cell)])
+    rows = [row for cell in cells for row in eviction.run_cell(cell)]
+    return pd.DataFrame(rows).astype({"block_size": float})  # None if unknown
 
 
 def _seconds_per_reference(policy: str) -> tuple[float, bool]:
@@ -99,7 +100,10 @@ def _verdict(tried: pd.DataFrame, known: pd.DataFrame) -> str:
     mine, lru, optimum = means[[tried["policy"].iloc[0], "lru", "belady"]]
     online = means.drop([*_KNOW_THE_FUTURE, tried["policy"].iloc[0]], errors="ignore")
     pools = ", ".join(f"{100 * pool:g}" for pool in sorted(rows["capacity_fraction"].unique()))
-    gap = f"closes {(mine - lru) / (optimum - lru):.0%} of the gap" if optimum > lru else "no gap"
+    closed = (mine - lru) / (optimum - lru) if optimum > lru else 0
+    gap = (
+        f"closes {closed:.0%} of the gap" if closed >= 0 else f"{-closed:.0%} of the gap below LRU"
+    )
     return (
         f"{tried['trace'].iloc[0]}, mean of pools of {pools} %: {mine:.1%} of blocks hit "
         f"(LRU {lru:.1%}, optimum {optimum:.1%}); {gap}; "

@@ -15,6 +15,7 @@ from typing import Annotated
 import numpy as np
 
 import cache
+from cache.traces.files import split_suffixes
 from experiments import TRACES
 from experiments.harness import Axis, Count, InputFile, Options, Repeated, arg
 
@@ -115,6 +116,9 @@ class OnTraces(Options):
         Raises OSError if a file cannot be read, and ValueError if it has no block ids, unless
         ``lengths_suffice``.
         """
+        names = [split_suffixes(path)[0] for path in self.trace]
+        if len(set(names)) < len(names):
+            raise ValueError(f"--trace: needs traces of different names, got {', '.join(names)}")
         if self.trace_columns and set(map(str, self.trace)) <= cache.WORKLOADS.keys():
             raise ValueError("--columns: needs --trace FILE.csv")
         for path in self.trace:

@@ -2,6 +2,7 @@
 
 import re
 
+import pandas as pd
 import pytest
 
 from experiments import cli
@@ -36,9 +37,42 @@ def policy_file(tmp_path, monkeypatch):
 def test_a_policy_is_placed_between_lru_and_the_optimum(policy_file, tmp_path, capsys):
     assert cli.main(["try", f"{policy_file}:Recent", "--out", str(tmp_path / "out")]) == 0
     conversation, speed = capsys.readouterr().out.splitlines()[-5:-3]
-    assert re.search("^mooncake.*: 17.6% .*LRU 17.6%, optimum 32.4%.; closes 0% ", conversation)
+    line = "^mooncake.*pools of 1, 5, 10 %: 17.6% .*LRU 17.6%, optimum 32.4%.; closes 0% .* of 22$"
+    assert re.search(line, conversation)
     assert "compiled by numba" in speed
     assert (tmp_path / "out/hit_rate.png").stat().st_size > 5_000
+
+
+def test_a_policy_is_tried_on_a_trace_of_ones_own_in_pools_of_ones_own(
+    policy_file, tmp_path, capsys
+):
+    """LRU and the optimum are replayed in the same pools, also for a policy in Python."""
+    file, out = tmp_path / "own.csv", tmp_path / "out"
+    file.write_text("".join(f"{t},{b}\n" for t, b in enumerate("abcabdabcabd")))
+    policy_file.write_text(_POLICY.replace("priority today", "").replace("raise", "return 0 #"))
+    own = ["--trace", str(file), "--columns", "time=1,hash_ids=2", "--capacity-percent", "50", "75"]
+    assert cli.main(["try", f"{policy_file}:Broken", *own, "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    line = r"^own, mean of pools of 50, 75 %: .*LRU 25.0%, optimum 37.5%\); .*; rank \d of 2"
+    assert re.search(line, printed)
+    summary = pd.read_csv(out / "summary.csv").set_index("policy")["mean_block_hit_rate"]
+    assert summary.idxmax() == "belady"
+    assert set(summary.index) == {"lru", "belady", "my_policy.py:Broken"}
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--trace nope.csv", "No such file or directory: 'nope.csv'"),
+        ("--columns time=ts,hash_ids=b", "--columns: needs --trace FILE.csv"),
+        ("--trace rag --trace rag", "--trace: needs traces of different names, got rag, rag"),
+        ("--capacity-percent 0", "--capacity-percent 0: needs a number above 0, at most 100"),
+        ("--capacity-percent", "capacity-percent"),
+    ],
+)
+def test_a_wrong_option_of_try_is_named(policy_file, capsys, option, message):
+    assert cli.main(["try", f"{policy_file}:Recent", *option.split()]) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
