@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import contextlib
+import csv
+import io
 import logging
 import sys
 from collections.abc import Callable
@@ -146,16 +148,29 @@ def _plot(
         raise OptionsError(f"no rows.csv in a folder of {folder}: run the experiment first")
     for table in tables:
         try:
+            _check_cells(table)
             figures = plot_results(chosen, table.parent)
         except OSError:
             raise
         except Exception as error:  # for an edited table pandas and matplotlib may raise any error
+            kind = "no column" if isinstance(error, KeyError) else type(error).__name__
             raise OptionsError(
-                f"{table}: no figure can be drawn of it ({type(error).__name__}: {error}); run "
-                "the experiment again if it was edited or is of another version"
+                f"{table}: no figure can be drawn of it ({kind}: {error}); run the experiment "
+                "again if it was edited or is of another version"
             ) from error
-        print(*figures, sep="\n")
+        print(*figures or [f"{table}: no row that a figure shows"], sep="\n")
     return 0
+
+
+def _check_cells(table: Path) -> None:
+    """Raise ValueError unless ``table`` has rows and all are complete: pandas fills what lacks."""
+    text = table.read_text()
+    header, *rows = [*csv.reader(io.StringIO(text))] or [[]]
+    for number, row in enumerate(rows, start=2):
+        if len(row) != len(header):
+            raise ValueError(f"row {number} has {len(row)} cells, the header {len(header)}")
+    if not rows or not text.endswith("\n") or "\0" in text:
+        raise ValueError("no rows, no end of the last row, or bytes that are not text")
 
 
 def _reproduce(

@@ -100,13 +100,26 @@ def test_run_plot_and_resume(tiny_line, folder):
     assert "Traceback" not in failing.err
 
 
-@pytest.mark.parametrize("damage", ["", "number\n1\n", "\x80"])
-def test_plot_of_a_damaged_table_is_an_error_that_names_it(damage, tiny_line, folder):
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        ("", "ValueError: no rows, "),
+        ("number,value\n", "ValueError: no rows, "),
+        ("number,value\n1\n", "ValueError: row 2 has 1 cells, the header 2"),
+        ("number,value\n1,2,3\n", "ValueError: row 2 has 3 cells, the header 2"),
+        ("number,value\n1,2\n3,4", "ValueError: .*no end of the last row"),
+        ("number,value\n1,\0\n", "ValueError: .*bytes that are not text"),
+        ("number\n1\n", "no column: 'value'"),
+        ("\x80", "UnicodeDecodeError: "),
+    ],
+)
+def test_plot_of_a_damaged_table_is_an_error_that_names_it(damage, reason, tiny_line, folder):
     folder.mkdir(parents=True)
     (folder / "rows.csv").write_bytes(damage.encode("latin-1"))
     errors = tiny_line("plot tiny", status=2).err
-    assert errors.startswith("error: results/tiny/cpu/rows.csv: no figure can be drawn of it (")
-    assert "Traceback" not in errors
+    start = r"error: results/tiny/cpu/rows\.csv: no figure can be drawn of it \("
+    assert re.match(start + reason, errors)
+    assert errors.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", ["run", "plot"])

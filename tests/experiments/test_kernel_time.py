@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from experiments import gpu_times
-from experiments.kernel_time import launch, model, sass
+from experiments.kernel_time import compiled, launch, model, sass
 from experiments.kernel_time.model import Constants, Launch
 from kernels.tiles import Chunking
 
@@ -121,3 +121,9 @@ def test_medians_meet_their_bars_where_the_model_was_not_fitted(tiny_run):
     even, skewed = (ours[ours["lengths"] == name] for name in ("even", "skewed"))
     assert even["measured_flash_attn3_us"].notna().any()
     assert skewed["measured_flash_attn3_us"].isna().all()
+
+
+@pytest.mark.parametrize(("argument", "status"), [("--help", 0), ("no.py", 2), ("--bogus", 2)])
+def test_the_command_that_compiles_checks_its_arguments(argument, status):
+    with pytest.raises(SystemExit, match=str(status)):
+        compiled.main([argument])
