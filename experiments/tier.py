@@ -133,17 +133,8 @@ def _compared(rows: style.DataFrame) -> style.DataFrame:
 
 
 def _summary(rows: style.DataFrame) -> style.DataFrame:
-    by = [
-        "trace",
-        "loop",
-        "load",
-        "pool_gib",
-        "host_gib",
-        "store",
-        "policy",
-        "link_gb_s",
-        "transfers",
-    ]
+    by = ["trace", "loop", "load", "pool_gib", "host_gib", "store", "policy"]
+    by += ["link_gb_s", "transfers"]
     values = ["block_hit_rate", "host_block_hit_rate", "stored_gib", "loaded_gib"]
     values += ["ttft_mean_s", "over_none", "over_lru"]
     return quantiles.over_slices(_compared(rows), by, values).assign(basis=CLOCK_DISCLAIMER)
@@ -158,57 +149,45 @@ def _draw(rows: style.DataFrame) -> style.Figure | None:
     first = rows.iloc[0]
     sizes = sorted(rows["host_gib"].unique())
     rows = rows.assign(place=rows["host_gib"].map(sizes.index))
-    rules = style.lines_of(rows["store"].unique())
+    rules = style.lines_of(["lru", *rows["store"].unique()])  # the first look is LRU's
     policies = style.policy_lines(rows["policy"].unique())
     traces = rows.groupby("trace", sort=False)
     figure, axes, _ = style.panel_grid(3 * len(traces), columns=3, height=1.7, width=2.3)
+    mean = functools.partial(quantiles.draws, middle="mean")
     for number, (trace, of_trace) in enumerate(traces):
         panels = axes[3 * number : 3 * number + 3]
         serial = of_trace[of_trace["transfers"] == first["transfers"]]
         at_first = serial[serial["link_gb_s"] == first["link_gb_s"]]
         plain = at_first[at_first["policy"] == first["policy"]]
-        _draw_side_by_side(panels[0], plain, "store", "over_none", rules)
         of_rule = at_first[at_first["store"] == first["store"]]
-        _draw_side_by_side(panels[1], of_rule, "policy", "over_lru", policies)
+        for shift, (rule, some) in enumerate(plain.groupby("store", sort=False)):
+            mean(panels[0], some, some["place"] + 0.1 * shift, "over_none", **rules[rule])
+        for shift, (policy, some) in enumerate(of_rule.groupby("policy", sort=False)):
+            mean(panels[1], some, some["place"] + 0.1 * shift, "over_lru", **policies[policy])
         links = serial[(serial["store"] == first["store"]) & (serial["policy"] == first["policy"])]
         others = links[links["link_gb_s"] != first["link_gb_s"]]
         if not others.empty:
             links = links[links["host_gib"].isin(others["host_gib"])]
-        _draw_mean(panels[2], links, "link_gb_s", "over_none", **rules[first["store"]])
+        mean(panels[2], links, "link_gb_s", "over_none", **rules[first["store"]])
         count, loop = of_trace["slice"].nunique(), of_trace["loop"].iloc[0]
         panels[0].set_title(f"{trace}, {count} slices, {loop} loop", loc="left")
         labels = "time / without a tier", "time / LRU's", "time / without a tier"
         for axis, label in zip(panels, labels, strict=True):
             axis.set(ylabel=label, xlabel="tier (GiB)")
-            if axis.axison:
-                axis.axhline(1, **style.BOUND)
+            axis.axhline(1, **style.BOUND)
         for axis in panels[:2]:
             axis.set_xticks(range(len(sizes)), map("{:g}".format, sizes))
-            axis.set_xlim(-0.4, len(sizes) - 0.6)
+            axis.set_xlim(-0.3, len(sizes) - 0.5)
+        if len(of_rule[["policy", "place"]].drop_duplicates()) == 1:  # LRU in the smallest tier
+            panels[1].clear()
+            panels[1].set_axis_off()
+            text = f"A tier of {sizes[0]:g} GiB holds all blocks:\nno policy evicts."
+            panels[1].text(0.5, 0.5, text, ha="center", transform=panels[1].transAxes)
         panels[2].set(yscale="log", xlabel="link to the host (GB/s)")
         style.plain_log_ticks(panels[2].yaxis)
         style.log_x(panels[2], links["link_gb_s"].unique(), base=2)
     notes = f"Llama 3.1 8B on an H100; bars: all slices. {CLOCK_DISCLAIMER}"
     return style.shared_legend(figure, columns=4, xlabel=serving.noted(figure, "", notes))
-
-
-_draw_mean = functools.partial(quantiles.draws, middle="mean")
-
-
-def _draw_side_by_side(
-    axis: style.Axes, rows: style.DataFrame, by: str, column: str, looks: dict[str, style.Look]
-) -> None:
-    """Draw a line for each value of ``by``, a little apart, or a sentence instead of one point."""
-    shown = rows[by].unique()
-    if rows["place"].nunique() == len(shown) == 1:
-        axis.set_axis_off()
-        text = f"A tier of {rows['host_gib'].iloc[0]:g} GiB holds all blocks:\nno policy evicts."
-        axis.text(0.5, 0.5, text, ha="center", transform=axis.transAxes)
-        return
-    for number, name in enumerate(shown):
-        some = rows[rows[by] == name]
-        some = some.assign(place=some["place"] + 0.12 * (number - (len(shown) - 1) / 2))
-        _draw_mean(axis, some, "place", column, **looks[name])
 
 
 EXPERIMENT = Experiment(

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from matplotlib.container import ErrorbarContainer
+from matplotlib.lines import Line2D
 
 from experiments import cli, style
 from experiments.harness import Absent, plot_results
@@ -40,6 +42,30 @@ def test_a_tiny_run_gives_the_table_and_the_figures(name, tiny_run, tmp_path, mo
     for part in parts_of(run.rows):
         (tmp_path / "rows.csv").write_text(part.to_csv(index=False))
         assert plot_results(EXPERIMENTS[name], tmp_path), "a table that lacks rows has figures too"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(EXPERIMENTS))
+def test_each_curve_of_a_figure_has_its_own_colour_and_marker(name, request, tmp_path, monkeypatch):
+    """In the committed results, in a quick run if there is one here, and in a tiny run."""
+    folders = [*RESULTS.glob(f"{name}/*"), *RESULTS.glob(f"quick/{name}/*")]
+    if name not in WITHOUT_TINY_RUN:
+        folders.append(request.getfixturevalue("tiny_run")(name).folder)
+    figures: list = []
+    monkeypatch.setattr(style, "save", lambda figure, *_: figures.append(figure) or [])
+    for folder in folders:
+        EXPERIMENTS[name].plot(pd.read_csv(folder / "rows.csv"), tmp_path)
+        while figures:
+            figure, labels = figures.pop(), {}
+            for axis in figure.axes:
+                for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+                    curve = handle[0] if isinstance(handle, ErrorbarContainer) else handle
+                    if isinstance(curve, Line2D):
+                        hollow = curve.get_markerfacecolor() == "white"
+                        look = curve.get_color(), curve.get_marker(), hollow
+                        labels.setdefault(look, set()).add(label)
+            alike = [names for names in labels.values() if len(names) > 1]
+            assert not alike, folder
 
 
 @pytest.mark.parametrize("name", UNTIMED)

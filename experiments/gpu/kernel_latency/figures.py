@@ -35,7 +35,7 @@ def lines(rows: style.DataFrame) -> Iterator[tuple[dict[str, Any], style.DataFra
             look = _LOOKS.get(name) or _OURS[block_sizes.index(block_size) % 2]
             label = f"{name}, block {block_size}"
             if name in _LOOKS and block_size != of_name["block_size"].min():
-                look = {**look, "linestyle": "dashed"}
+                look = {**look, "linestyle": "dashed", "marker": "d"}
             if kv_dtype.startswith("float8"):
                 look, label = _FP8, f"{label}, fp8 cache"
             yield {**look, "label": label}, line
