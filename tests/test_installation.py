@@ -3,7 +3,6 @@
 import ast
 import itertools
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -60,13 +59,6 @@ def run(folder: Path, *command: str | Path) -> str:
     ran = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout
-
-
-def test_the_first_script_of_the_readme_prints_its_table(installed, tmp_path):
-    page = (ROOT / "README.md").read_text()
-    [script, table], *_ = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", page, re.DOTALL)
-    (tmp_path / "script.py").write_text(script)
-    assert run(tmp_path, installed / "python", "script.py") == table
 
 
 def test_an_editable_install_is_a_path(source, tmp_path):
