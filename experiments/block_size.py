@@ -166,33 +166,23 @@ def _waste(cell: OfTrace, trace: cache.Trace) -> dict[str, Any]:
 
 
 def _draw_latency(rows: style.DataFrame) -> style.Figure | None:
-    """Draw latency above and bandwidth / measured peak below, with a column per context length."""
+    """Draw bandwidth / measured peak, with a panel per context length."""
     rows = rows[rows["part"] == "latency"]
     rows = rows.dropna(subset="p50_us") if len(rows) else rows
     if rows.empty:
         return None
-    contexts = sorted(rows["context_len"].unique())
-    figure, axes, _ = style.panel_grid(
-        2 * len(contexts), height=2.0, columns=len(contexts), sharex=True
-    )
-    for column, context_len in enumerate(contexts):
-        latency, bandwidth = axes[column], axes[column + len(contexts)]
-        of_context = rows[rows["context_len"] == context_len]
-        for name, look in style.lines_of(rows["implementation"].unique()).items():
-            line = of_context[of_context["implementation"] == name]
-            quantiles.band(latency, line, "block_size", **look)
-            style.curve(bandwidth, line, "block_size", "bandwidth_fraction", 100, **look)
+    looks = style.lines_of(rows["implementation"].unique())
+    contexts = rows.groupby("context_len")
+    figure, axes, _ = style.panel_grid(len(contexts), height=2.0, sharey=True)
+    for axis, (context_len, of_context) in zip(axes, contexts, strict=True):
+        for name, some in of_context.groupby("implementation", sort=False):
+            style.curve(axis, some, "block_size", "bandwidth_fraction", 100, **looks[name])
         # Every implementation and every block size has the same number of bytes.
-        fastest = (of_context["bytes"] / of_context["peak_gb_per_s"]).iloc[0] / 1e3
-        bound = {**style.BOUND, "label": "bound: bytes at the measured peak"}
-        latency.axhline(fastest, **bound)
-        bandwidth.axhline(100, **bound)
-        latency.set(title=f"context {context_len:,} tokens", ymargin=0.5)
-        latency.set_ylim(0)
-        bandwidth.set_ylim(0, 110)
-        style.log_x(bandwidth, base=4)
-    axes[0].set_ylabel("latency (µs)")
-    axes[len(contexts)].set_ylabel("% of the measured peak")
+        least = (of_context["bytes"] / of_context["peak_gb_per_s"]).iloc[0] / 1e3
+        axis.axhline(100, **style.BOUND, label="bound: bytes at the measured peak")
+        axis.set(title=f"{context_len:,} tokens; bound: {least:,.0f} µs", ylim=(0, 110))
+        style.log_x(axis, base=4)
+    axes[0].set_ylabel("% of the measured peak")
     xlabel = f"block size (tokens); decode of {rows['batch'].iloc[0]} sequences"
     return style.shared_legend(figure, columns=4, xlabel=xlabel)
 

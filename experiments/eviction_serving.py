@@ -33,15 +33,7 @@ import cache
 from cache.replay.overlapping import LOOP_COLUMNS, most_hits
 from experiments import quantiles, serving, style
 from experiments.eviction import Policy, named_policy, policy_spec
-from experiments.harness import (
-    Axis,
-    Count,
-    Experiment,
-    Natural,
-    Positive,
-    Repeated,
-    grid,
-)
+from experiments.harness import Axis, Count, Experiment, Natural, Positive, Repeated, grid
 from experiments.load import workloads
 from experiments.load.gpu_clock import CLOCK_DISCLAIMER, GpuClock
 from experiments.load.workloads import OnSlices, Source
@@ -107,24 +99,15 @@ def row_of(
         num_blocks = int((longest // trace.block_size + 1).sum())
     else:
         num_blocks = int(cell.pool_gib * 2**30 / block_bytes)
-    manager = cache.make_manager(
-        "vllm_v1",
-        num_blocks=num_blocks,
-        block_size=trace.block_size,
-        policy=policy,
-        **options,
-    )
+    options |= {"num_blocks": num_blocks, "block_size": trace.block_size}
+    manager = cache.make_manager("vllm_v1", policy=policy, **options)
     step = clock.max_num_batched_tokens
     offered = cell.load * step / clock.seconds([], [(step, step)], 1)
     seconds = float(trace.timestamps_ms[-1] - trace.timestamps_ms[0]) / 1000
     scale = float(trace.input_lengths.sum()) / offered / seconds
     is_closed = trace.columns.keys() >= LOOP_COLUMNS
     run = cache.simulate_serving(
-        trace,
-        manager=manager,
-        service=clock,
-        time_scale=scale,
-        closed_loop=is_closed,
+        trace, manager=manager, service=clock, time_scale=scale, closed_loop=is_closed
     )
     stats, most = run.stats, most_hits(trace)
     row = {

@@ -35,11 +35,17 @@ def columns(
 
 
 def draws(
-    axis: style.Axes, rows: style.DataFrame, x: str, y: str, middle: str = "median", **look: Any
+    axis: style.Axes,
+    rows: style.DataFrame,
+    x: str | style.Series,
+    y: str,
+    middle: str = "median",
+    **look: Any,
 ) -> None:
     """Draw the median of ``y`` at each ``x``, with a bar from the smallest to the largest ``y``.
 
-    middle: "median" or "mean".  look: options of ``Axes.errorbar``.
+    x: name of a column, or values of the rows.  middle: "median" or "mean".  look: options of
+    ``Axes.errorbar``.
     """
     points = rows.groupby(x)[y]
     low, middles, high = points.min(), points.agg(middle), points.max()

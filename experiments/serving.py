@@ -328,10 +328,7 @@ EXPERIMENT = Experiment(
     name="serving",
     figure="PagedAttention figs. 12, 13, 14, 17: sustained rates of OPT-13B, A100 40 GB modelled",
     options=Serving(),
-    quick=Serving(
-        load=("sharegpt", "alpaca", "alpaca_6_beams", "chat"),
-        **QUICK,
-    ),
+    quick=Serving(load=("sharegpt", "alpaca", "alpaca_6_beams", "chat"), **QUICK),
     cells=cells,
     run_cell=run_cell,
     plot=style.plotter({"serving": draw}, {"summary": (summary, "%.4g")}),

@@ -113,12 +113,8 @@ def _nano_vllm_bench(clock: GpuClock, sequences: int, seed: int) -> float:
     """Output tokens per second."""
     prompts, outputs = nano_vllm_requests()
     manager = make_manager("vllm_v1", num_blocks=30_000, block_size=16)
-    limits: dict[str, Any] = {
-        "max_num_seqs": sequences,
-        "max_num_batched_tokens": 8192,
-        "max_model_len": 4096,
-    }
-    engine = open_loop.engine_without_model(manager, **limits)
+    limits: dict[str, Any] = {"max_num_batched_tokens": 8192, "max_model_len": 4096}
+    engine = open_loop.engine_without_model(manager, max_num_seqs=sequences, **limits)
     run = open_loop.serve(engine, prompts, outputs, [0.0] * len(prompts), service=clock)
     return sum(outputs) / run.seconds
 

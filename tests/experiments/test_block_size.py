@@ -71,7 +71,7 @@ def test_the_latency_figure_has_bounds(monkeypatch, timed_rows, drawn):
     block_size.EXPERIMENT.plot(rows, Path())
     axes = drawn.pop("block_size_latency").axes
     assert not drawn
-    assert len(axes) == 6
+    assert len(axes) == 3
     for axis in axes:
         labels = {line.get_label() for line in axis.get_lines()}
         assert "bound: bytes at the measured peak" in labels
