@@ -36,6 +36,7 @@ from experiments.harness import Absent, Axis, Count, Experiment, Needs, Percent,
 from experiments.harness.environment import cpu_model, cuda_available
 from experiments.harness.grid import grid, one_of
 from experiments.load import engine_models, workloads
+from experiments.load.own_class import named, spec_of
 from experiments.load.workloads import OnTraces, Workload
 
 NO_CACHE = "no_cache"
@@ -110,6 +111,8 @@ def cells(options: OnDevice) -> Iterator[Cell | Absent]:
         if part != "policy" and not options.trace:
             own["trace"] = sources[-1:]
         own |= {name: getattr(options, name) for name in _AXES[part]}
+        if part == "manager":
+            own |= {"manager": map(named, options.manager)}
         if part in ("throughput", "transformers"):
             own |= {"trace": [None], "pool_percent": [100.0]}
         if part == "throughput" and not gpu:
@@ -217,7 +220,7 @@ def _served(cell: Cell) -> dict[str, Any]:
     options |= {"policy": cell.policy.replace(NO_CACHE, "lru")}
     if cell.manager == "contiguous":
         options |= {"max_model_len": longest, "final_length": attrgetter("max_num_tokens")}
-    new_manager = partial(cache.make_manager, cell.manager, **options)
+    new_manager = partial(cache.make_manager, spec_of(cell.manager), **options)
     for _ in range(2 if cell.trace and cuda_available() else 1):  # the first run compiles kernels
         engine.restart(Scheduler(new_manager(), **limits))
         row, requests = _serve(engine, prompts, outputs, 0.0 if cell.trace else _TEMPERATURE)
@@ -230,8 +233,8 @@ def _served(cell: Cell) -> dict[str, Any]:
     row |= {"block_size": block_size, "pool_tokens": options["num_blocks"] * block_size}
     row |= {"scale": scale, "tokens_checksum": zlib.crc32(str(tokens).encode())}
     row |= {"passed": is_whole and row["hit_rate"] == again["hit_rate"], **_columns(cell, llm)}
-    row |= cell.columns("policy", "manager", "pool_percent") | {"overlap": engine.overlap}
-    return row | {"trace": cell.trace and cell.trace.name}
+    row |= cell.columns("policy", "manager", "pool_percent") | {"manager": str(cell.manager)}
+    return row | {"overlap": engine.overlap, "trace": cell.trace and cell.trace.name}
 
 
 def _columns(cell: Cell, llm: Any) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import cache
@@ -20,13 +19,14 @@ from experiments.harness import (
     Axis,
     Count,
     Experiment,
-    InputFile,
     Needs,
     Percent,
     Repeated,
     grid,
 )
 from experiments.load import workloads
+from experiments.load.own_class import OwnClass, spec_of
+from experiments.load.own_class import named as named_policy
 from experiments.load.workloads import OnTraces
 
 _TICKS = (0.02, 0.1, 0.5, 2, 10, 50)
@@ -35,17 +35,6 @@ _LEAST_GAP = 0.002
 """The closed share is computed only if Belady's hit rate minus LRU's is larger than this."""
 OURS = "safeguarded"
 """The policy of this repository that has a curve of its own."""
-
-
-@dataclass(frozen=True)
-class OwnPolicy:
-    """A policy class in a user's file."""
-
-    file: InputFile
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.file.name}:{self.name}"
 
 
 Policy = Annotated[str, Needs("a policy", lambda name: cache.make_policy(name) is not None)]
@@ -76,19 +65,10 @@ def cells(options: Eviction) -> Iterator[Eviction]:
     yield from grid(options, policy=["infinite"], capacity_percent=[100.0], **same)
 
 
-def named_policy(name: str) -> str | OwnPolicy:
-    """The ``policy`` of a cell.  name: a policy's name, or file.py:Class."""
-    if ".py:" not in name:
-        return name
-    path, _, class_name = name.rpartition(":")
-    return OwnPolicy(InputFile.of(Path(path)), class_name)
-
-
-def policy_spec(policy: str | OwnPolicy) -> str:
+def policy_spec(policy: str | OwnClass) -> str:
     """The argument of ``cache.make_policy`` for a cell; "lru" for a bound like "infinite"."""
-    if isinstance(policy, OwnPolicy):
-        return f"{policy.file.path}:{policy.name}"
-    return policy if policy in cache.POLICIES else "lru"
+    known = isinstance(policy, OwnClass) or policy in cache.POLICIES
+    return spec_of(policy) if known else "lru"
 
 
 def run_cell(cell: Eviction) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ random, so beams survive by chance.  A beam that branched off later shares more 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -22,8 +23,9 @@ from cache import make_manager
 from cache.serving import open_loop
 from cache.serving.scheduler import Step
 from experiments import style
-from experiments.harness import Axis, Count, Experiment, Options, one_of
+from experiments.harness import Axis, Count, Experiment, Options, grid, one_of
 from experiments.load.engine_models import Manager
+from experiments.load.own_class import named, spec_of
 from experiments.load.workloads import LONGEST, PAPER_LENGTHS, draw_lengths
 
 _MODES = {"parallel": "n", "beam": "beam_width"}
@@ -47,10 +49,14 @@ class Sharing(Options):
     """Number of requests of each data set."""
 
 
+def cells(options: Sharing) -> Iterator[Sharing]:
+    yield from grid(options, manager=map(named, options.manager))
+
+
 def run_cell(cell: Sharing) -> list[dict[str, Any]]:
     prompts, outputs = draw_lengths(np.random.default_rng(cell.seed), cell.num_requests, cell.like)
     manager = make_manager(
-        cell.manager,
+        spec_of(cell.manager),
         # Room for watermarks, and for new beams, which are forked before old beams are freed.
         num_blocks=2 * (cell.num_sequences + 1) * -(-2 * LONGEST // cell.block_size),
         block_size=cell.block_size,
@@ -77,6 +83,7 @@ def run_cell(cell: Sharing) -> list[dict[str, Any]]:
         {
             "trace": f"{cell.like}_like",
             **cell.columns("mode", "num_sequences", "manager", "block_size"),
+            "manager": str(cell.manager),
             "requests": cell.num_requests,
             "mean_prompt_tokens": float(np.mean(prompts)),
             "mean_output_tokens": float(np.mean(outputs)),
@@ -116,6 +123,7 @@ EXPERIMENT = Experiment(
     figure="PagedAttention fig. 15: blocks saved by parallel sampling and beam search",
     options=Sharing(),
     quick=Sharing(num_sequences=(2, 4, 6), num_requests=8),
+    cells=cells,
     run_cell=run_cell,
     plot=style.plotter({"sharing": _draw}),
 )

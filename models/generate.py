@@ -51,6 +51,7 @@ class Arguments:
     """Dtype of the KV cache; by default the model's dtype."""
     attention_backend: Literal["triton", "torch", "flash_attn"] | None = None
     manager: str = "vllm_v1"
+    """A cache manager by name, or your own as file.py:Class."""
     policy: str = "lru"
     block_size: int = 16
     num_blocks: int | None = None

@@ -115,7 +115,7 @@ class LLMOptions(Options):
     dtype: torch.dtype | str | None = None
     kv_cache_dtype: str | None = None
     attention_backend: str | None = None
-    manager: str = "vllm_v1"
+    manager: str | type[CacheManager] = "vllm_v1"
     policy: str | EvictionPolicy = "lru"
     block_size: int = 16
     num_blocks: int | None = None

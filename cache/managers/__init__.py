@@ -3,6 +3,7 @@
 import inspect
 from typing import Any
 
+from cache.checks import shown
 from cache.managers.base import (
     TIER_OPTIONS,
     AllocStatus,
@@ -19,6 +20,7 @@ from cache.managers.radix import Radix
 from cache.managers.vllm_v0 import VLLMv0
 from cache.managers.vllm_v1 import VLLMv1
 from cache.policies.base import EvictionPolicy
+from cache.user_classes import defined, load_class
 
 MANAGERS: dict[str, type[CacheManager]] = {
     manager.name: manager for manager in (Contiguous, Paged, NanoVLLM, VLLMv0, VLLMv1, Radix)
@@ -26,8 +28,33 @@ MANAGERS: dict[str, type[CacheManager]] = {
 """Cache managers: name -> class."""
 
 
+def manager_class(manager: str | type[CacheManager]) -> type[CacheManager]:
+    """The class of a manager by name or as ``"path/to/file.py:ClassName"``, or a class itself.
+
+    Raises ValueError for anything else, for a file that cannot be imported, and for a class that
+    lacks a method.
+    """
+    if isinstance(manager, str) and manager in MANAGERS:
+        return MANAGERS[manager]
+    if inspect.isclass(manager) and issubclass(manager, CacheManager):
+        found = defined(f"manager={manager.__name__}", manager)
+    elif isinstance(manager, str) and ".py:" in manager:
+        found = load_class(manager, "cache manager", CacheManager)
+    elif isinstance(manager, CacheManager):
+        raise ValueError(f"manager={manager!r}: needs its class, as the object has its num_blocks")
+    else:
+        raise ValueError(
+            f"manager={shown(manager)} is unknown; choose from {', '.join(sorted(MANAGERS))}, "
+            "or give a class of your own, also as file.py:ClassName"
+        )
+    for offer, method in (("can_fork", "_share"), ("can_reset", "_forget")):
+        if getattr(found, offer) and not hasattr(found, method):
+            raise ValueError(f"manager={shown(manager)}: {offer} is True, so define {method}")
+    return found
+
+
 def make_manager(
-    name: str,
+    name: str | type[CacheManager],
     *,
     num_blocks: int,
     block_size: int,
@@ -44,6 +71,7 @@ def make_manager(
     """Make the cache manager ``name`` for ``num_blocks`` blocks of ``block_size`` tokens.
 
     Args:
+        name: a key of ``MANAGERS``, ``"file.py:Class"``, or a subclass of ``CacheManager``.
         policy: name of an eviction policy (or ``"file.py:Class"``), or a policy object.  The
             manager owns the object.
         hash_algorithm: a key of ``cache.blocks.hashing.HASH_ALGORITHMS``.  For Nano-vLLM the
@@ -56,19 +84,18 @@ def make_manager(
             when it is loaded, see ``cache.blocks.host_tier.HostTier``.
         design_options: further arguments of the manager's class.
 
-    Raises ValueError for bad values.  The error lists the known managers, policies, algorithms or
-    options.  Raises UnsupportedByDesign for a policy or an algorithm that the design does not use.
+    Raises ValueError for bad values and for a class that cannot be made.  The error lists the known
+    managers, policies, algorithms or options.  Raises UnsupportedByDesign for a policy or
+    an algorithm that the design does not use.
     """
-    manager_class = MANAGERS.get(name) if isinstance(name, str) else None
-    if manager_class is None:
-        raise ValueError(f"manager={name!r} is unknown; choose from {', '.join(sorted(MANAGERS))}")
-    accepted = list(inspect.signature(manager_class).parameters)[1:]
+    design = manager_class(name)
+    accepted = list(inspect.signature(design).parameters)[1:]
     unknown = sorted(set(design_options) - set(accepted))
     if unknown:
-        shared = ["policy", "enable_prefix_caching", *TIER_OPTIONS] * manager_class.prefix_caching
-        shared += ["hash_algorithm"] * bool(manager_class.own_hash)
+        shared = ["policy", "enable_prefix_caching", *TIER_OPTIONS] * design.prefix_caching
+        shared += ["hash_algorithm"] * bool(design.own_hash)
         raise ValueError(
-            f"manager {name!r} has no option {', '.join(unknown)}; "
+            f"manager {design.name!r} has no option {', '.join(unknown)}; "
             f"its options: {', '.join(shared + accepted) or 'none'}"
         )
     options = CacheOptions(
@@ -83,7 +110,17 @@ def make_manager(
         store_threshold=store_threshold,
         inclusive=inclusive,
     )
-    return manager_class(options, **design_options)
+    try:
+        manager = design(options, **design_options)
+    except (ValueError, UnsupportedByDesign, MemoryError):
+        raise
+    except (Exception, SystemExit) as error:
+        raise ValueError(
+            f"manager {design.name!r} cannot be made: {type(error).__name__}: {error}"
+        ) from error
+    if not hasattr(manager, "interruption"):
+        raise ValueError(f"manager {design.name!r}: __init__ must call super().__init__(options)")
+    return manager
 
 
 __all__ = [
@@ -94,4 +131,5 @@ __all__ = [
     "InterruptedChange",
     "UnsupportedByDesign",
     "make_manager",
+    "manager_class",
 ]

@@ -239,7 +239,7 @@ class CacheManager(abc.ABC):
     """
 
     name: str = ""
-    """Name of the design in ``make_manager(name)``."""
+    """Name of the design in ``make_manager(name)``.  By default the name of the class."""
     prefix_caching: bool = True
     """Whether the design shares equal prefixes and accepts an eviction policy."""
     own_hash: str = ""
@@ -290,6 +290,11 @@ class CacheManager(abc.ABC):
 
     swap_out, can_swap_out = _not_offered("swap_out"), _not_offered("can_swap_out")
     swap_in, can_swap_in = _not_offered("swap_in"), _not_offered("can_swap_in")
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "name" not in vars(cls):
+            cls.name = cls.__name__
 
     def __init__(self, options: CacheOptions) -> None:
         self.num_blocks = at_least(1, "num_blocks", options.num_blocks)

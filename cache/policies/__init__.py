@@ -1,10 +1,6 @@
 """Eviction policies.  A new policy is a class in its own file, and an entry in ``_BUILT_IN``."""
 
-import hashlib
-import importlib.util
 import inspect
-import sys
-from pathlib import Path
 
 from cache.policies.arc import ARC
 from cache.policies.base import EvictionPolicy, RequestInfo
@@ -41,6 +37,7 @@ from cache.policies.time_to_live import TimeToLive
 from cache.policies.two_q import TwoQ
 from cache.policies.workload_aware import WorkloadAware
 from cache.policies.wrapping import WrappingPolicy
+from cache.user_classes import load_class
 
 _BUILT_IN: tuple[type[EvictionPolicy], ...] = (
     LRU, FIFO, LFU, SLRU, LRUK, TwoQ, ARC, S3FIFO, Sieve, MQ, GDSF, Random, MRU, FILO,
@@ -60,7 +57,11 @@ def make_policy(name: str, **options) -> EvictionPolicy:
     unknown name or option, a missing option, a file that cannot be imported, a class that is not an
     ``EvictionPolicy``, and a constructor that raises.  An unknown name lists the choices.
     """
-    policy_class = _load_class(name) if ".py:" in name else POLICIES.get(name)
+    policy_class = (
+        load_class(name, "eviction policy", EvictionPolicy)
+        if ".py:" in name
+        else POLICIES.get(name)
+    )
     if policy_class is None:
         raise ValueError(
             f"policy={name!r} is unknown; choose from {', '.join(sorted(POLICIES))}, "
@@ -95,45 +96,6 @@ def as_policy(policy: str | EvictionPolicy, **options) -> EvictionPolicy:
             f"options {', '.join(options)} were given with a policy object; set them on the object"
         )
     return policy
-
-
-def _load_class(spec: str) -> type[EvictionPolicy]:
-    path, _, class_name = spec.rpartition(":")
-    file = Path(path).resolve()
-    if not file.is_file():
-        raise ValueError(f"policy={spec!r}: there is no file {path}")
-    # The module name is unique to the file and its content.  So classes can be pickled, and loading
-    # an unchanged file again gives the class that is already compiled.
-    digest = hashlib.sha256(str(file).encode() + file.read_bytes()).hexdigest()[:16]
-    module_name = f"user_policy_{file.stem}_{digest}"
-    module = sys.modules.get(module_name)
-    if module is None:
-        module_spec = importlib.util.spec_from_file_location(module_name, file)
-        assert module_spec is not None
-        assert module_spec.loader is not None
-        module = sys.modules[module_name] = importlib.util.module_from_spec(module_spec)
-        try:
-            module_spec.loader.exec_module(module)
-        except (Exception, SystemExit) as error:
-            del sys.modules[module_name]
-            raise ValueError(
-                f"policy={spec!r}: importing {path} failed: {type(error).__name__}: {error}"
-            ) from error
-    policy_class = getattr(module, class_name, None)
-    if not (inspect.isclass(policy_class) and issubclass(policy_class, EvictionPolicy)):
-        found = [
-            n
-            for n, c in vars(module).items()
-            if inspect.isclass(c) and issubclass(c, EvictionPolicy) and c.__module__ == module_name
-        ]
-        raise ValueError(
-            f"policy={spec!r}: {path} has no eviction policy class {class_name}; "
-            f"it defines {', '.join(found) or 'none'}"
-        )
-    if inspect.isabstract(policy_class):
-        missing = ", ".join(sorted(policy_class.__abstractmethods__))
-        raise ValueError(f"policy={spec!r}: {class_name} does not define {missing}")
-    return policy_class
 
 
 __all__ = [

@@ -11,8 +11,8 @@ import gc
 import importlib.util
 from typing import TYPE_CHECKING, Annotated, Any
 
-import cache
-from experiments.harness import Unavailable, one_of
+from cache.managers import manager_class
+from experiments.harness import Needs, Unavailable
 
 if TYPE_CHECKING:
     from models import LLM, ModelConfig
@@ -163,4 +163,4 @@ def prose_tokens(llm: LLM) -> list[int]:
 
 
 NAMES = (*_SHAPES, SMOLLM2)
-Manager = Annotated[str, one_of(cache.MANAGERS)]
+Manager = Annotated[str, Needs("a cache manager", lambda name: bool(manager_class(name)))]

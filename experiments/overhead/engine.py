@@ -30,6 +30,7 @@ from cache.serving.sampling_params import SamplingParams
 from experiments import style
 from experiments.harness import Absent, Axis, Count, Lengths, Options, grid
 from experiments.load.engine_models import Manager
+from experiments.load.own_class import named, spec_of
 from experiments.overhead import timing
 from experiments.overhead.baselines import VLLMScheduler
 
@@ -53,7 +54,7 @@ class Engine(Options):
 
 def cells(options: Engine) -> Iterator[Engine | Absent]:
     """``manager`` is "vLLM" for vLLM's scheduler."""
-    yield from grid(options, Engine)
+    yield from grid(options, Engine, manager=map(named, options.manager))
     if importlib.util.find_spec("vllm"):
         yield from grid(options, Engine, manager=("vLLM",))
     else:
@@ -71,7 +72,7 @@ class _Ours:
         blocks_per_sequence = 1 << (-(-longest // _BLOCK_SIZE) - 1).bit_length()
         reserved: Any = {"max_model_len": longest} if cell.manager == "contiguous" else {}
         manager = cache.make_manager(
-            cell.manager,
+            spec_of(cell.manager),
             block_size=_BLOCK_SIZE,
             # Includes room for watermarks, so that nothing is preempted.
             num_blocks=cell.num_sequences * blocks_per_sequence * 21 // 20 + 1,
@@ -143,7 +144,7 @@ def run_cell(cell: Engine) -> list[dict[str, Any]]:
     steps = [step() for _ in range(cell.num_steps)]
     return [
         {
-            "implementation": cell.manager,
+            "implementation": str(cell.manager),
             "version": engine.version,
             "num_sequences": cell.num_sequences,
             "least_tokens": shortest,

@@ -13,6 +13,8 @@ from cache.managers import MANAGERS
 NAMES = sorted(MANAGERS)
 CACHING = [name for name in NAMES if MANAGERS[name].prefix_caching]
 ONLINE_POLICIES = sorted(name for name, policy in POLICIES.items() if not policy.needs_future)
+OWN = [name for name in NAMES if ".py:" in name]
+"""The manager that the option --manager names."""
 FORKING = [name for name in NAMES if MANAGERS[name].can_fork]
 
 

@@ -6,12 +6,22 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant
-from manager_helpers import ONLINE_POLICIES, manager_of, state_of
+from manager_helpers import ONLINE_POLICIES, OWN, manager_of, state_of
 from manager_machine import CachingMachine, Live, ManagerMachine, held
 
 from cache import AllocStatus, OutOfBlocks
 from cache.blocks.events import AllBlocksCleared, BlockRemoved
 from cache.managers.base import FREED
+
+
+class OwnMachine(ManagerMachine):
+    """A manager of one's own that takes a block for each ``block_size`` tokens."""
+
+    def make_manager(self, data, num_blocks, block_size):
+        return manager_of(OWN[0], num_blocks, block_size)
+
+    def expected_hits(self, seq):
+        return None
 
 
 class PagedMachine(ManagerMachine):
@@ -309,13 +319,15 @@ class ContiguousMachine(ManagerMachine):
 
 # Tests per machine, as a multiple of the profile's examples.
 for machine, factor in (
-    (PagedMachine, 2), (ContiguousMachine, 4), (NanoVLLMMachine, 4), (VLLMv1Machine, 10),
-    (RadixMachine, 6),
+    (OwnMachine, 10), (PagedMachine, 2), (ContiguousMachine, 4), (NanoVLLMMachine, 4),
+    (VLLMv1Machine, 10), (RadixMachine, 6),
 ):  # fmt: skip
     machine.TestCase.settings = settings(
         max_examples=factor * settings.default.max_examples, stateful_step_count=40
     )
 
+if OWN:
+    TestOwn = OwnMachine.TestCase
 TestPaged = PagedMachine.TestCase
 TestContiguous = ContiguousMachine.TestCase
 TestNanoVLLM = pytest.mark.slow(NanoVLLMMachine.TestCase)
