@@ -124,41 +124,22 @@ class SamplingParams(Options):
     @cached_property
     def has_penalties(self) -> bool:
         """Whether earlier tokens change the logits of the next one."""
-        return bool(
-            self.repetition_penalty != 1
-            or self.frequency_penalty != 0
-            or self.presence_penalty != 0
-            or self.bad_words
-        )
+        others = self.frequency_penalty or self.presence_penalty or self.bad_words
+        return bool(self.repetition_penalty != 1 or others)
 
     @cached_property
     def reads_tokens(self) -> bool:
         """Whether the host must read the tokens of a step before it can schedule the next one."""
-        return bool(
-            self.n > 1
-            or self.beam_width is not None
-            or self.stop
-            or self.logprobs is not None
-            or self.min_tokens
-            or self.has_penalties
-        )
+        is_forked = self.n > 1 or self.beam_width is not None
+        is_read = self.stop or self.logprobs is not None
+        return bool(is_forked or is_read or self.min_tokens or self.has_penalties)
 
 
 _IDLE_IN_BEAM_SEARCH = {
-    "temperature": (0, 1),
-    "top_k": (0, -1),
-    "top_p": (1,),
-    "min_p": (0,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": (None,),
-    "bad_words": ((),),
-    "seed": (None,),
-    "min_tokens": (0,),
-    "stop": ((),),
-    "logprobs": (None,),
-}
+    "temperature": (0, 1), "top_k": (0, -1), "top_p": (1,), "min_p": (0,), "min_tokens": (0,),
+    "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,),
+    "logit_bias": (None,), "bad_words": ((),), "seed": (None,), "stop": ((),), "logprobs": (None,),
+}  # fmt: skip
 """Values that beam search accepts: it ranks by the model's own log p and samples nothing."""
 
 

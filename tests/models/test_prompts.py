@@ -17,14 +17,11 @@ from models.prompts import (
 )
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    ["a text", [1, 2], (1, 2), np.array([1, 2]), [np.int64(1)], torch.tensor([1, 2]), 7],
-    ids=["text", "list", "tuple", "array", "numpy_ints", "tensor", "no_prompt"],
-)
-def test_one_prompt(prompt):
-    [same] = list_prompts(prompt)
-    assert same is prompt or same == list(prompt)
+def test_one_prompt():
+    ids = [1, 2], (1, 2), np.array([1, 2]), [np.int64(1)], torch.tensor([1, 2])
+    for prompt in ("a text", *ids, {"prompt": "a text"}, 7):
+        [same] = list_prompts(prompt)
+        assert same is prompt
 
 
 def test_several_prompts():
@@ -39,10 +36,7 @@ def test_several_prompts():
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
-        (
-            {"a"},
-            "prompt: needs a text or a list of token ids, got the set {'a'}, which has no orde",
-        ),
+        ({"a"}, "needs a text or a list of token ids, got the set {'a'}, which has no order"),
         ([frozenset([1])], "got the frozenset .*, which has no order"),
         ((text for text in "ab"), "got the generator <generator ob"),
         ({"prompt": "a"}.values(), "got the dict_values "),
@@ -51,6 +45,8 @@ def test_several_prompts():
         ({"text": "a", "b": 1}, "got a mapping with key 'text', 'b'; needs a text as 'prompt'"),
         ([{"prompt": ["a"]}], r"got a mapping with {'prompt': \['a'\]}; needs a text"),
         ([{"prompt_token_ids": "a"}], "needs a text or a list of token ids, got the str 'a'"),
+        *((prompt, f"got the {type(prompt).__name__} ") for prompt in (None, 7, [[1.0]], [["a"]])),
+        *((prompt, "prompt: needs a text or a li") for prompt in ([[[1], [2]]], np.array([0.5]))),
     ],
 )
 def test_what_is_no_prompt_is_named(prompts, message):
@@ -63,9 +59,6 @@ def test_token_ids_become_ints():
         token_ids = to_token_ids(prompt)
         assert token_ids == [3, 4]
         assert {type(token) for token in token_ids} == {int}
-    for prompt in (None, 7, [1.0], ["a"], [[1], [2]], np.array([0.5])):
-        with pytest.raises(ValueError, match="prompt: needs a text or a list of token ids, got "):
-            to_token_ids(prompt)
 
 
 def test_a_tokenizer_neither_truncates_nor_pads(tmp_path):

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cache.serving.sampling_params import SamplingParams
@@ -155,13 +155,8 @@ def test_masks_follow_their_definitions(data):
     )[0]
     order = sorted(range(vocab), key=lambda token: (-values[token], token))[:top_k]
     weights = [math.exp(values[token] / 2) for token in order]
-    kept, reached = [], 0.0
-    for token, weight in zip(order, weights, strict=True):
-        if kept and abs(reached / sum(weights) - top_p) < 1e-9:
-            return  # undecidable in floating point
-        if reached / sum(weights) >= top_p:
-            break
-        kept.append(token)
-        reached += weight
+    before = [sum(weights[:rank]) / sum(weights) for rank in range(top_k)]
+    assume(all(abs(share - top_p) > 1e-9 for share in before))  # floating point cannot decide
+    kept = [token for token, share in zip(order, before, strict=True) if share < top_p]
     assert masked.isfinite().nonzero().flatten().tolist() == sorted(kept)
     assert torch.equal(masked[kept], logits[0, kept])
