@@ -70,7 +70,7 @@ _POLICIES = {
     "slru": ("SLRU", line(SKY, "D")),
     "lru_k": ("LRU-K", line(RED, "v")),
     "two_q": ("2Q", line(PINK, "P")),
-    "arc": ("ARC", line(PINK, "d", "dashed")),
+    "arc": ("ARC", line(PINK, "v", "dashed")),
     "s3fifo": ("S3-FIFO", line(BLUE, "s", "dashed", fill=False)),
     "sieve": ("SIEVE", line(GREEN, "o", "dashed", fill=False)),
     "mq": ("MQ", line(ORANGE, "^", "dashed", fill=False)),
