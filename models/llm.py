@@ -74,9 +74,10 @@ class LLMOptions(Options):
             "triton" or "torch".  Keys and values are divided by the checkpoint's scales (one each
             per layer, as in vLLM), else by 1; magnitudes beyond 448 saturate.
         attention_backend: "triton" (default on a GPU), "torch" (default on a CPU), "flash_attn".
-        manager: cache manager, a key of ``cache.MANAGERS``.  If layers have windows, vllm_v1
-            divides the layers into groups and frees the blocks behind the windows, unless
-            preemption is "swap".
+        manager: cache manager, a key of ``cache.MANAGERS``, or your own: a subclass of
+            CacheManager, also as "file.py:Class".  If layers have windows, vllm_v1 divides
+            the layers into groups and frees the blocks behind the windows, unless preemption is
+            "swap".
         policy: eviction policy, for managers with prefix caching.
         block_size: tokens per block.
         num_blocks: number of blocks of the KV cache.  If layers are divided into groups, a block

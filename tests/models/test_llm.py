@@ -6,6 +6,7 @@ import math
 import pickle
 import shutil
 import types
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from cache import MANAGERS, Sequence
+from cache.managers import manager_class
 from models import LLM, FinishReason, LLMOptions, RequestOutput, SamplingParams
 from models.attention import FlashAttnBackend
 from models.generate import main
