@@ -198,9 +198,10 @@ def _draw(rows: style.DataFrame) -> style.Figure:
             axis.set_xlabel(label)
         style.name_rows(panels[0], [lines[name]["label"] for name in names])
         panels[0].set_title(f"{trace}, {of_trace['slices'].max()} slices, {loop} loop", loc="left")
-        panels[0].set_xlim(left=0)
-        panels[1].set_xscale("log")
-        style.plain_log_ticks(panels[1].xaxis)
+        panels[0].set_xlim(0, 1.05 * panels[0].get_xlim()[1])
+        if of_trace["ttft_mean_s_mean"].max() > 3 * of_trace["ttft_mean_s_mean"].min():
+            panels[1].set_xscale("log")
+            style.plain_log_ticks(panels[1].xaxis)
         panels[2].axvline(1, **style.BOUND)
     notes += f"Llama 3.1 8B on an H100; bars: all slices. {CLOCK_DISCLAIMER}"
     return style.shared_legend(figure, columns=4, xlabel=serving.noted(figure, "", notes))
@@ -213,7 +214,8 @@ def _draw_queue(rows: style.DataFrame) -> style.Figure | None:
     if rows.empty:
         return None
     traces = rows.groupby(["trace", "loop"], sort=False)
-    figure, axes, _ = style.panel_grid(len(traces), height=1.9, width=3.4, columns=2)
+    width = 6.8 / min(2, len(traces))
+    figure, axes, _ = style.panel_grid(len(traces), height=1.9, width=width, columns=2)
     pools = sorted(rows["pool_gib"].unique())
     for axis, ((trace, loop), of_trace) in zip(axes, traces, strict=True):
         for pool, look in style.lines_of(pools).items():

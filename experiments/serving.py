@@ -279,7 +279,8 @@ def summary(rows: style.DataFrame) -> style.DataFrame:
 def draw(rows: style.DataFrame) -> style.Figure:
     """Draw latency against the rate, with a panel per load and host time."""
     panels = rows.groupby(["load", "host_ms"], sort=False)
-    figure, axes, _ = style.panel_grid(len(panels), columns=2, height=1.9, width=3.5)
+    width = 7.0 / min(2, len(panels))
+    figure, axes, _ = style.panel_grid(len(panels), columns=2, height=1.9, width=width)
     for axis, ((load, host_ms), points) in zip(axes, panels, strict=True):
         for system, (label, look) in SYSTEMS.items():
             _draw_latency(axis, points[points["system"] == system], label=label, **look)
