@@ -295,14 +295,12 @@ class LLM:
         with tqdm(
             desc="generate", total=len(requests), unit="prompt", delay=1, miniters=0, disable=hide
         ) as progress:
-            for event in self._streams.open(requests):
+            for event in self._streams.open(requests, ticks=True):
+                num_tokens += isinstance(event, TokenOutput)
+                progress.set_postfix_str(f"{num_tokens:,} tokens", refresh=False)
                 if isinstance(event, RequestOutput):
                     done.append(event)
-                    progress.update()
-                else:
-                    num_tokens += 1
-                    progress.set_postfix_str(f"{num_tokens:,} tokens", refresh=False)
-                    progress.update(0)
+                progress.update(isinstance(event, RequestOutput))
         return sorted(done, key=lambda output: output.request_id)
 
     def stream(

@@ -94,15 +94,18 @@ class Streams:
         self._outbox: defaultdict[int, list[Event]] = defaultdict(list)
         self._abandoned: list[int] = []  # not guarded by the lock
 
-    def open(self, requests: Iterable[NewRequest], *, texts: bool = False) -> Iterator[Event]:
+    def open(
+        self, requests: Iterable[NewRequest], *, texts: bool = False, ticks: bool = False
+    ) -> Iterator[Any]:
         """Add requests; returns an iterator over their events until all requests are finished.
 
         texts: if there is a tokenizer, each TokenOutput has the text of its token.
+        ticks: yield None after a step without events, too.
 
         Closing or dropping the iterator cancels unfinished requests.
         """
         added: dict[int, NewRequest] = {}
-        events = self._events(added)
+        events = self._events(added, ticks)
         next(events)  # a generator that has not begun would skip its `finally`
         try:
             with self._lock:
@@ -130,12 +133,15 @@ class Streams:
         with self._lock:
             self._engine.hint_session(hint)
 
-    def _events(self, requests: dict[int, NewRequest]) -> Generator[Any]:
+    def _events(self, requests: dict[int, NewRequest], ticks: bool) -> Generator[Any]:
         try:
             yield None
             remaining = set(requests)
             while remaining:
-                for event in self._next_events(remaining):
+                events = self._next_events(remaining)
+                if ticks and not events:
+                    yield None
+                for event in events:
                     if isinstance(event, RequestOutput):
                         remaining.discard(event.request_id)
                     yield event

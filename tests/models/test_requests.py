@@ -223,8 +223,9 @@ def test_work_of_more_than_a_second_shows_progress(use_tqdm, terminal, shown, ll
         monkeypatch.setattr(stream, "isatty", lambda: terminal)
         monkeypatch.setattr(sys, "stderr", stream)
         monkeypatch.setattr("tqdm.std.time", lambda seconds=seconds: next(seconds))
-        llm.generate([PROMPT, PROMPT], GREEDY, use_tqdm)
-        for text in ("generate: 100%", "20 tokens", "2/2"):
+        llm.generate(PROMPT, GREEDY, use_tqdm)
+        llm.generate(PROMPT, SamplingParams(beam_width=2, max_tokens=4), use_tqdm)
+        for text in ("1/1", "10 tokens", ", 0 tokens]"):
             assert (text in stream.getvalue()) == (shown and is_long)
 
 
