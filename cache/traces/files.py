@@ -37,6 +37,7 @@ AZURE_COLUMNS = "time=TIMESTAMP,input_length=ContextTokens,output_length=Generat
 _WORD = re.compile(r"""[^][\s,;|'"]+""")
 """An id in a cell with several ids."""
 _INTEGER = re.compile("0|-?[1-9][0-9]*")
+_EPOCH = datetime.fromtimestamp(0, UTC)
 
 
 class TraceError(ValueError):
@@ -224,17 +225,19 @@ def _column_map(columns: str | Mapping[str, str | int]) -> dict[str, str]:
 
 def _microseconds(name: str, text: str, field: str) -> float:
     """Since 1970 for a date and time; for a number, the number in microseconds."""
-    with contextlib.suppress(ValueError):
-        return float(text) * (1e6 if field == "time" else 1e3)
-    with contextlib.suppress(ValueError):
+    try:
+        if ":" not in text and text.count("-") < 2:
+            return float(text) * (1e6 if field == "time" else 1e3)
         moment = datetime.fromisoformat(text)
-        # Azure's files of 2024 have a time zone.  For files of 2023, UTC is assumed.
-        moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
-        return (moment - datetime.fromtimestamp(0, UTC)) // timedelta(microseconds=1)
-    unit = "seconds" if field == "time" else "milliseconds"
-    raise ValueError(
-        f"{name} must be a date and time or a number of {unit}, got {reprlib.repr(text)}"
-    )
+    except ValueError:
+        unit = "seconds" if field == "time" else "milliseconds"
+        text = reprlib.repr(text)
+        raise ValueError(
+            f"{name} must be a date and time or a number of {unit}, got {text}"
+        ) from None
+    # Azure's files of 2024 have a time zone.  For files of 2023, UTC is assumed.
+    moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+    return (moment - _EPOCH) / timedelta(microseconds=1)
 
 
 def _integer(name: str, digits: str) -> float:

@@ -309,7 +309,7 @@ def load_trace(
     ``columns``, such as ``"time=ts,input_length=prompt"`` or a dict, maps fields to the columns of
     a CSV file: names in its header, or numbers from 1 if it has no header.  The fields are ``time``
     (a date and time, or seconds) or ``timestamp`` (milliseconds), ``input_length`` (without it each
-    id is a block of one token), ``output_length`` (without it 0) and ``hash_ids`` (integers or
+    id counts as one token), ``output_length`` (without it 0) and ``hash_ids`` (integers or
     words, separated by spaces, commas or semicolons).  None: Azure's columns, without block ids.
     Timestamps of CSV are relative to the first row.
 
