@@ -130,10 +130,11 @@ def _draw(rows: style.DataFrame) -> style.Figure:
         extent = " to ".join(f"{round(end, 1 if end < 100 else None):,}" for end in ends)
         names.append(f"{title}: {extent} {points['unit'].iloc[0]}")
         axis.plot(errors, [place] * len(errors), **style.dots(style.BLUE, "o", fill=False))
-        axis.plot(errors.mean(), place, **style.dots(style.BLACK, "|") | {"markersize": 9})
+        mean = f"{errors.abs().mean():.1f} %"
+        axis.text(1.01, place, mean, fontsize=6, va="center", transform=axis.get_yaxis_transform())
     style.name_rows(axis, names)
     axis.axvline(0, **style.BOUND)
-    axis.set_xlabel("modelled / published - 1 (%); black: mean of the row")
+    axis.set_xlabel("error: modelled / published - 1 (%); at the right: mean |error|")
     figure.supxlabel(serving.noted(figure, ""))
     return figure
 
