@@ -51,6 +51,7 @@ def own_file(tmp_path):
 def test_lowest_free_blocks_come_first(own):
     manager = make_manager(own, num_blocks=8, block_size=4)
     assert manager.name == "LowestFirst"
+    assert Path(EXAMPLE.partition(":")[0]).read_text() in (ROOT / "docs/extending.md").read_text()
     first, second, third = (Sequence(i, range(9)) for i in range(3))
     manager.allocate(first)
     manager.allocate(second)
