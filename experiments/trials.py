@@ -37,9 +37,8 @@ def try_policy(policy: str, options: Eviction, out: Path) -> None:
     """
     try:
         cache.make_policy(policy)
-        cells = _cells(replace(options, policy=(policy,)))
         cost, compiled = _seconds_per_reference(policy)
-        tried = _replay(cells if compiled or options.trace else _short(cells))
+        tried = _replay(replace(options, policy=(policy,)), in_python=not compiled)
     except OptionsError:
         raise
     except Exception as error:  # a user's policy may raise any exception
@@ -49,7 +48,7 @@ def try_policy(policy: str, options: Eviction, out: Path) -> None:
     known = pd.read_csv(table) if table.exists() and not options.trace else tried[:0]
     known = known[known["trace"].isin(tried["trace"])]
     if not set(tried["capacity_fraction"]) <= set(known["capacity_fraction"]):
-        known = _replay(_cells(replace(options, policy=("lru", "belady"))))
+        known = _replay(replace(options, policy=("lru", "belady")))
     known = known[known["policy"] != policy]
     for trace, rows in tried.groupby("trace", sort=False):
         print(_verdict(rows, known[known["trace"] == trace]))
@@ -60,27 +59,19 @@ def try_policy(policy: str, options: Eviction, out: Path) -> None:
     print(*eviction.EXPERIMENT.plot(pd.concat([known, tried]), out), sep="\n")
 
 
-def _cells(options: Eviction) -> list[Eviction]:
-    """The cells of the policies, shortest trace first.  Raises OptionsError."""
+def _replay(options: Eviction, in_python: bool = False) -> pd.DataFrame:
+    """Rows of the eviction table, shortest trace first.  Raises OptionsError."""
     try:
         check(options)
         cells = [cell for cell in eviction.cells(options) if cell.policy != "infinite"]
     except (ValueError, OSError) as error:
         raise OptionsError(str(error)) from error
-    return sorted(cells, key=lambda cell: workloads.load(cell.trace).num_block_references)
-
-
-def _short(cells: list[Eviction]) -> list[Eviction]:
-    """The cells of traces that are short enough for a policy in Python; names the others."""
     lengths = {cell.trace: workloads.load(cell.trace).num_block_references for cell in cells}
-    for trace, length in lengths.items():
-        if length > _MAX_IN_PYTHON:
+    if in_python and not options.trace:
+        for trace in [trace for trace, length in lengths.items() if length > _MAX_IN_PYTHON]:
             print(f"{trace.name}: left out, as numba cannot compile the policy")
-    return [cell for cell in cells if lengths[cell.trace] <= _MAX_IN_PYTHON]
-
-
-def _replay(cells: list[Eviction]) -> pd.DataFrame:
-    """Rows of the eviction table."""
+            cells = [cell for cell in cells if cell.trace != trace]
+    cells.sort(key=lambda cell: lengths[cell.trace])
     rows = [row for cell in cells for row in eviction.run_cell(cell)]
     return pd.DataFrame(rows).astype({"block_size": float})  # None if unknown
 

@@ -157,11 +157,7 @@ def test_means_are_over_the_pools_that_all_policies_of_a_trace_have(tmp_path):
     )
     eviction.EXPERIMENT.plot(rows, tmp_path)
     summary = pd.read_csv(tmp_path / "summary.csv").set_index("policy")
-    assert summary["mean_block_hit_rate"].to_dict() == {
-        "belady": 0.3,
-        "my.py:Own": 0.25,
-        "lru": 0.2,
-    }
+    assert summary["mean_block_hit_rate"].tolist() == [0.3, 0.25, 0.2]
     assert summary["lru_to_optimum_closed"]["my.py:Own"] == 0.5
 
 

@@ -144,6 +144,9 @@ def test_the_command_coarsens_and_writes_what_load_trace_reads(tmp_path, capsys)
     assert "requests=2" in capsys.readouterr().out
     main(["trace", str(out), str(tmp_path / "again.jsonl")])
     assert load_trace(tmp_path / "again.jsonl").digest == trace.digest
+    (tmp_path / "t.csv").write_text("0.5,1 2\n1.5,1 3\n")
+    main(["trace", str(tmp_path / "t.csv"), str(out), "--columns", "time=1,hash_ids=2"])
+    assert requests_of(load_trace(out)) == [(0, 2, 0, [0, 1]), (1000, 2, 0, [0, 2])]
 
 
 BAILIAN, SESSION = (convert_bailian, "a.jsonl"), (convert_sessions, "trace_1.json")
@@ -168,16 +171,6 @@ def test_a_malformed_source_is_reported_with_its_place(tmp_path, convert, name, 
     path = write(tmp_path / name, record)
     with pytest.raises(ValueError, match=message):
         convert(path if convert is convert_bailian else tmp_path)
-
-
-def test_a_csv_file_is_converted_by_its_columns(tmp_path):
-    (tmp_path / "t.csv").write_text("0.5,1 2\n1.5,1 3\n")
-    columns = ["--columns", "time=1,hash_ids=2"]
-    main(["trace", str(tmp_path / "t.csv"), str(tmp_path / "t.jsonl"), *columns])
-    assert requests_of(load_trace(tmp_path / "t.jsonl")) == [
-        (0, 2, 0, [0, 1]),
-        (1000, 2, 0, [0, 2]),
-    ]
 
 
 def test_a_source_without_requests_fails(tmp_path, capsys):
