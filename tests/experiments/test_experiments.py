@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from matplotlib.container import ErrorbarContainer
-from matplotlib.lines import Line2D
 
 from experiments import cli, style
 from experiments.harness import Absent, plot_results
@@ -59,13 +57,12 @@ def test_each_curve_of_a_figure_has_its_own_colour_and_marker(name, request, tmp
             figure, labels = figures.pop(), {}
             for axis in figure.axes:
                 for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-                    curve = handle[0] if isinstance(handle, ErrorbarContainer) else handle
-                    if isinstance(curve, Line2D):
+                    curve = handle[0] if isinstance(handle, tuple) else handle  # error bars
+                    if hasattr(curve, "get_marker"):
                         hollow = curve.get_markerfacecolor() == "white"
                         look = curve.get_color(), curve.get_marker(), hollow
                         labels.setdefault(look, set()).add(label)
-            alike = [names for names in labels.values() if len(names) > 1]
-            assert not alike, folder
+            assert not [names for names in labels.values() if len(names) > 1], folder
 
 
 @pytest.mark.parametrize("name", UNTIMED)

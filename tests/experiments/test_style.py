@@ -56,7 +56,8 @@ def test_no_two_lines_look_alike_nor_without_colour(lines):
         (str(line["linestyle"]), line["marker"], line["markerfacecolor"] == "white")
         for line in lines.values()
     }
-    assert len(looks) == len(lines)
+    pairs = {(line["color"], line["marker"]) for line in lines.values()}
+    assert len(looks) == len(pairs) == len(lines)
     assert len({line["label"] for line in lines.values()}) == len(lines)
 
 
