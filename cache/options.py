@@ -15,6 +15,7 @@ _HERE: dict[str, str | None] = {
     "best_of": "n with logprobs=0, and rank the outputs by cumulative_logprob",
     "max_new_tokens": "max_tokens", "do_sample": "temperature", "output_kind": "LLM.stream",
     "chat_template": "LLM.chat(..., chat_template=...)",
+    "bad_words": "logit_bias with -inf for single tokens",
 } | dict.fromkeys((
     "quantization", "tokenizer", "tokenizer_mode", "skip_tokenizer_init", "trust_remote_code",
     "download_dir", "hf_config", "hf_overrides", "cpu_offload_gb", "pipeline_parallel_size",

@@ -324,6 +324,7 @@ class LLM:
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Generate the next message of one or several chats, with the checkpoint's chat template.
@@ -331,8 +332,8 @@ class LLM:
         messages: a chat, ``[{"role": "user", "content": "..."}, ...]``, or several.  A content may
             be a list of ``{"type": "text", "text": "..."}`` if the template accepts lists.
         template_options: options of ``ChatTemplate.render``, for example ``tools`` (functions or
-            their JSON schemas), or variables such as ``enable_thinking``, also within
-            ``chat_template_kwargs`` as in vLLM.
+            their JSON schemas), or variables such as ``enable_thinking``.
+        chat_template_kwargs: more of them, as in vLLM.
 
         Returns and raises as ``generate`` and ``ChatTemplate.render`` do.  Also raises ValueError
         for a checkpoint without a chat template."""
@@ -342,11 +343,8 @@ class LLM:
             )
         chats = as_list(messages)
         chats = [chats] if chats and isinstance(chats[0], Mapping) else chats
-        variables = template_options.pop("chat_template_kwargs", None) or {}
-        if not isinstance(variables, Mapping):
-            raise ValueError(f"chat_template_kwargs={shown(variables)}: needs a mapping")
-        template_options |= variables
-        texts = [self.chat_template.render(chat, **template_options) for chat in chats]
+        options = template_options | dict(chat_template_kwargs or {})
+        texts = [self.chat_template.render(chat, **options) for chat in chats]
         # The rendered text already has the special tokens.
         prompts = [self.encode(text, add_special_tokens=False) for text in texts]
         outputs = self.generate(prompts, sampling_params, use_tqdm)
@@ -424,30 +422,19 @@ class LLM:
             text.encode()  # the error names a lone surrogate
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def _spellings(self, word: str | Sequence[int]) -> list[Sequence[int]]:
-        """Token ids of a bad word; of a text also behind a blank, as in vLLM."""
-        if not isinstance(word, str):
-            return [word]
-        texts = word.lstrip(), " " + word.lstrip()
-        plain, spaced = (self.encode(text, add_special_tokens=False) for text in texts)
-        is_other = len(spaced) == len(plain) and spaced[:1] != plain[:1]
-        return [plain, spaced] if is_other else [plain]
-
-    def _with_token_ids(self, params: SamplingParams) -> SamplingParams:
-        """Replace bad words, and stop strings that are special tokens (texts do not show them), by
-        token ids."""
-        if self.tokenizer is None:
+    def _with_special_stops(self, params: SamplingParams) -> SamplingParams:
+        """Replace stop strings that are special tokens by stop tokens: texts do not show them."""
+        if self.tokenizer is None or not params.skip_special_tokens:
             return params
         special = {
             token.content: token_id
             for token_id, token in self.tokenizer.get_added_tokens_decoder().items()
-            if params.skip_special_tokens and token.special and token.content in params.stop
+            if token.special and token.content in params.stop
         }
         return dataclasses.replace(
             params,
             stop=[stop for stop in params.stop if stop not in special],
             stop_token_ids={*params.stop_token_ids, *special.values()},
-            bad_words=[ids for word in params.bad_words for ids in self._spellings(word)],
         )
 
     def _requests(self, prompts: Any, sampling_params: Any, priority: Any) -> list[NewRequest]:
@@ -466,8 +453,8 @@ class LLM:
                 raise ValueError(f"sampling_params[{i}]={shown(params)}: needs SamplingParams")
             try:
                 text, tokens, salt = split_prompt(prompt, self.encode)
-                if params.stop or params.bad_words:
-                    params = self._with_token_ids(params)
+                if params.stop:
+                    params = self._with_special_stops(params)
                 keys: dict[str, Any] = {"priority": number, "cache_salt": salt}
                 self.engine.check(tokens, params, **keys)
             except ValueError as error:

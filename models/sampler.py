@@ -149,9 +149,9 @@ class Sampler:
 def _with_penalties(
     logits: torch.Tensor, params: list[SamplingParams], sequences: Sequence[ScheduledSequence]
 ) -> torch.Tensor:
-    """Apply biases and penalties, and exclude bad words and stop tokens before min_tokens.
+    """Apply biases, then penalties as in vLLM, and exclude stop tokens before min_tokens.
 
-    The order is vLLM's.  Does not mutate ``logits``."""
+    Does not mutate ``logits``."""
     changed = [
         row
         for row, p in enumerate(params)
@@ -162,11 +162,6 @@ def _with_penalties(
     logits = logits.to(torch.float32, copy=True)
     for row in changed:
         seq, p, scores = sequences[row], params[row], logits[row]
-        if p.bad_words:
-            output = seq.output_token_ids
-            starts = [max(0, len(output) + 1 - len(word)) for word in p.bad_words]
-            words = zip(starts, p.bad_words, strict=True)
-            scores[[word[-1] for i, word in words if (*output[i:],) == word[:-1]]] = -torch.inf
         if p.logit_bias:
             scores[[*p.logit_bias]] += scores.new_tensor([*p.logit_bias.values()])
         tokens = torch.tensor(seq.token_ids, dtype=torch.int64, device=logits.device)

@@ -170,7 +170,10 @@ class Engine:
             )
         if params.beam_width is not None:
             self._check_beam_search(length, self._max_tokens(params, length), params.beam_width)
-        self._check_tokens(params)
+        most = max(params.logit_bias or (0,))
+        if self.vocab_size is not None and most >= self.vocab_size:
+            needs = f"needs ids from 0 to {self.vocab_size - 1}"
+            raise ValueError(f"logit_bias: token id {most}; {needs}")
         if params.stop and self.new_decoder is None:
             raise ValueError(f"stop={params.stop!r}: texts need a tokenizer; give stop_token_ids")
         return prompt_token_ids
@@ -178,15 +181,6 @@ class Engine:
     def _max_tokens(self, params: SamplingParams, prompt_length: int) -> int:
         room = self.max_model_len - prompt_length
         return room if params.max_tokens is None else min(params.max_tokens, room)
-
-    def _check_tokens(self, params: SamplingParams) -> None:
-        biased = [("logit_bias", [*params.logit_bias])] if params.logit_bias else []
-        for name, tokens in biased + [("bad_words", word) for word in params.bad_words]:
-            if isinstance(tokens, str):
-                raise ValueError(f"{name}={tokens!r}: texts need a tokenizer; give token ids")
-            if self.vocab_size is not None and max(tokens) >= self.vocab_size:
-                needs = f"needs ids from 0 to {self.vocab_size - 1}"
-                raise ValueError(f"{name}: token id {max(tokens)}; {needs}")
 
     def _check_session(self, hint: SessionHint | None) -> None:
         if hint is not None and hint.session in self._ended_sessions:

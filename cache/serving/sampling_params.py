@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from numbers import Real
@@ -33,9 +33,6 @@ class SamplingParams(Options):
             divided by it, negative ones multiplied (Keskar et al., 2019); 1 for none.
         logit_bias: numbers that are added to the logits of tokens, by token id; -inf excludes a
             token.
-        bad_words: texts, or sequences of token ids, that are not generated: the last token of each
-            is excluded after its other tokens.  ``LLM`` encodes texts with and without a blank in
-            front, as vLLM does.
         seed: an int of 64 bits.  A request with a seed gets the same tokens whatever else is in the
             batch.  Each of n outputs has its own noise.
         max_tokens: most tokens to generate; fewer if the model's context or the cache ends.  None:
@@ -68,7 +65,6 @@ class SamplingParams(Options):
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
-    bad_words: str | Collection[str | Sequence[int]] = ()
     seed: int | None = None
     max_tokens: int | None = 64
     min_tokens: int = 0
@@ -83,9 +79,8 @@ class SamplingParams(Options):
     session: SessionHint | None = None
 
     def __post_init__(self) -> None:
-        for name in ("stop", "bad_words"):
-            if isinstance(text := getattr(self, name), str):
-                object.__setattr__(self, name, (text,))
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
         for name, (convert, is_valid, needs) in _FIELDS.items():
             given = getattr(self, name)
             try:
@@ -124,7 +119,7 @@ class SamplingParams(Options):
     @cached_property
     def has_penalties(self) -> bool:
         """Whether earlier tokens change the logits of the next one."""
-        others = self.frequency_penalty or self.presence_penalty or self.bad_words
+        others = self.frequency_penalty or self.presence_penalty
         return bool(self.repetition_penalty != 1 or others)
 
     @cached_property
@@ -138,7 +133,7 @@ class SamplingParams(Options):
 _IDLE_IN_BEAM_SEARCH = {
     "temperature": (0, 1), "top_k": (0, -1), "top_p": (1,), "min_p": (0,), "min_tokens": (0,),
     "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,),
-    "logit_bias": (None,), "bad_words": ((),), "seed": (None,), "stop": ((),), "logprobs": (None,),
+    "logit_bias": (None,), "seed": (None,), "stop": ((),), "logprobs": (None,),
 }  # fmt: skip
 """Values that beam search accepts: it ranks by the model's own log p and samples nothing."""
 
@@ -190,11 +185,6 @@ _FIELDS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], bool], str]] = {
         lambda v: {_int(token): _number(bias) for token, bias in dict(v or ()).items()} or None,
         lambda v: v is None or (min(v) >= 0 and all(bias < math.inf for bias in v.values())),
         "a mapping of token ids to numbers; -inf excludes a token",
-    ),
-    "bad_words": (
-        lambda v: tuple(w if isinstance(w, str) else tuple(map(_int, w[:])) for w in _items(v)),
-        lambda v: all(word and (isinstance(word, str) or min(word) >= 0) for word in v),
-        "a collection of texts or lists of token ids, none of them empty",
     ),
     "max_tokens": (
         _int_or_none,

@@ -364,7 +364,6 @@ def test_prompts_and_parameters_that_do_not_fit_are_named(text_checkpoint):
         ([[1]], [7], r"sampling_params\[0\]=7: needs SamplingParams"),
         ([], 7, "sampling_params=7: needs SamplingParams"),
         ([1], SamplingParams(logit_bias={97: 1}), "logit_bias: token id 97; needs ids from 0 to 9"),
-        ([1], SamplingParams(bad_words=[[1, 98]]), "bad_words: token id 98; needs ids from 0"),
     ):
         with pytest.raises(ValueError, match=message):
             llm.generate(prompts, params)
@@ -372,8 +371,6 @@ def test_prompts_and_parameters_that_do_not_fit_are_named(text_checkpoint):
     llm.tokenizer = None
     with pytest.raises(ValueError, match=r"prompts\[0\]: prompt: a text needs a tokenizer\.json"):
         llm.generate("Hello", GREEDY)
-    with pytest.raises(ValueError, match="bad_words='a': texts need a tokenizer; give token ids"):
-        llm.generate([1], SamplingParams(bad_words="a"))
     with pytest.raises(ValueError, match="use_tqdm=1: needs True or False"):
         llm.generate([1], GREEDY, 1)
 

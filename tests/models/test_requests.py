@@ -69,25 +69,6 @@ def test_penalties_and_biases_are_added_to_logits(options, change, llm, make_che
     assert tokens_of(llm.generate([PROMPT, PROMPT], params)) == [expected, *plain]
 
 
-def test_bad_words_are_not_generated(llm, make_checkpoint, text_checkpoint):
-    [plain] = tokens_of(llm.generate(PROMPT, GREEDY))
-    words = [plain[3:4], plain[5:7], [96] * 30]
-
-    def choose(logits, output):
-        for *before, last in words:
-            if output[len(output) - len(before) :] == before:
-                logits[last] = -math.inf
-        return logits
-
-    expected = greedy_by_hand(make_checkpoint("llama")[1], choose, 10)
-    assert expected != plain
-    params = dataclasses.replace(GREEDY, bad_words=words)
-    assert tokens_of(llm.generate(PROMPT, params)) == [expected]
-    texts = [" ".join(f"w{token}" for token in word) for word in words]
-    params = dataclasses.replace(GREEDY, bad_words=texts)
-    assert tokens_of(LLM(text_checkpoint, num_blocks=64).generate(PROMPT, params)) == [expected]
-
-
 def test_without_max_tokens_an_output_ends_with_the_context(make_llm):
     llm = make_llm(num_blocks=64, max_model_len=40)
     params = [SamplingParams(max_tokens=None, beam_width=width) for width in (None, 2)]
