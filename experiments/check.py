@@ -15,35 +15,35 @@ from types import SimpleNamespace
 from typing import Any
 
 from experiments.bench.shapes import use_device
-from experiments.harness import Options, OptionsError
+from experiments.harness import OptionsError
 from experiments.harness.workers import Task, run_locally
-from experiments.kernel_accuracy import KERNELS, KernelAccuracy
+from experiments.kernel_accuracy import FEATURES, KERNELS, KernelAccuracy, cells, run_cell
 
 _SPLITS = (1, 2, 3, 7, 64)
 """Values of ``num_splits``.  64 are more chunks than the tokens of a case fill."""
 _LENGTHS = {"context_lens": (1, 37, 430), "query_lens": (1, 9, 4)}
 """Lengths in the cases with splits: 7 chunks in Triton's interpreter and of GPU tiles of 64."""
-_RED, _PLAIN = "\033[31m", "\033[0m"
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Case(Options):
-    """A call of the op that ``file`` defines."""
-
+class _Check(KernelAccuracy):
     file: str
-    op: str
-    feature: str
-    """One of the op's features, "none", or "splits N"."""
-    dtype: str
-    block_size: int
+    """File of the op."""
+    num_splits: int | None = None
+
+    def case(self, device: str, **sizes: Any) -> Any:
+        if self.num_splits:
+            names = ["num_splits"] + ["num_prefix_splits"] * self.kernel.startswith("shared_prefix")
+            sizes |= _LENGTHS | {"options": dict.fromkeys(names, self.num_splits)}
+        return super().case(device, **sizes)
 
     @property
-    def group(self) -> tuple[str, ...]:
-        return (self.dtype,)
+    def label(self) -> str:
+        return f"splits {self.num_splits}" if self.num_splits else self.feature
 
     def __str__(self) -> str:
-        blocks = f", block size {self.block_size}" if KERNELS[self.op].has_blocks else ""
-        return f"{self.feature}, {self.dtype}{blocks}"
+        blocks = f", block size {self.block_size}" if KERNELS[self.kernel].has_blocks else ""
+        return f"{self.label}, {self.dtype}{blocks}"
 
 
 class _ImportFailed(Exception):
@@ -69,20 +69,16 @@ def check_kernel(
     Raises OptionsError for any other file and for a file that cannot be imported.
     """
     op = _op_of(file)
-    kernel = KERNELS[op]
-    features = [feature for feature in kernel.features if feature != "split"]
-    if "split" in kernel.features:
-        features += [f"splits {number}" for number in _SPLITS]
-    sizes = block_sizes if kernel.has_blocks else block_sizes[:1]
-    dtypes = [dtype for dtype in dtypes if dtype != "fp8" or kernel.touches_cache]
-    cases = [
-        _Case(file=str(file), op=op, feature=feature, dtype=dtype, block_size=size)
-        for dtype in dtypes
-        for feature in features
-        for size in sizes
-    ]
+    axes: dict[str, Any] = {"kernel": (op,), "dtype": dtypes, "block_size": block_sizes}
+    axes["head_dim"] = (80,)
+    features = [feature for feature in FEATURES if feature != "split"]
+    grids = [_Check(**axes, feature=features, file=str(file))]
+    grids += [_Check(**axes, feature=("split",), num_splits=n, file=str(file)) for n in _SPLITS]
+    cases: list[Any] = [case for grid in grids for case in cells(grid)]
+    cases.sort(key=lambda case: (case.num_splits or 0, FEATURES.index(case.feature)))
+    sizes = list(dict.fromkeys(case.block_size for case in cases))
     print(f"{op}: largest error / bound of {len(cases)} cases")
-    if kernel.has_blocks:
+    if KERNELS[op].has_blocks:
         print(f"{'block size':22}" + "".join(f"{size:7}" for size in sizes), flush=True)
     tasks = [Task(str(number), _run, case) for number, case in enumerate(cases)]
     rows, num_results, num_failed = defaultdict[tuple, dict[int, str]](dict), 0, 0
@@ -96,82 +92,53 @@ def check_kernel(
             _say(f"FAILED {case}: {' '.join(outcome.message.split())}")
         for result in wrong:
             _say("WRONG {}: {result}: error {error:.3g}, bound {bound:.3g}".format(case, **result))
-        is_bad = outcome.status == "failed" or bool(wrong)
-        num_results, num_failed = num_results + len(results), num_failed + is_bad
-        row = rows[case.feature, case.dtype]
+        num_results += len(results)
+        num_failed += outcome.status == "failed" or bool(wrong)
+        row = rows[case.label, case.dtype]
         ratios = [result["error"] / result["bound"] for result in results]
         row[case.block_size] = f"{max(ratios):7.2f}" if ratios else f"{'-':>7}"
         if len(row) == len(sizes):
-            print(f"{case.feature:12}{case.dtype:10}", *map(row.get, sizes), sep="", flush=True)
+            print(f"{case.label:12}{case.dtype:10}", *map(row.get, sizes), sep="", flush=True)
     verdict = f"{num_failed} of {len(cases)} cases FAILED" if num_failed else "all within"
     print(f"{op}: {num_results} results, {verdict}")
     return not num_failed
 
 
 def _say(failure: str) -> None:
-    print(f"{_RED}{failure}{_PLAIN}" if sys.stdout.isatty() else failure, flush=True)
+    """Print a line, in red on a terminal."""
+    print(f"\033[31m{failure}\033[0m" if sys.stdout.isatty() else failure, flush=True)
 
 
 def _op_of(file: Path) -> str:
     """The op that a file defines.  OptionsError unless it is a Python file with one op."""
     if not file.is_file():
         what = "is a folder" if file.is_dir() else "there is no such file"
-        raise OptionsError(
-            f"{file}: {what}; needs the file of an op, such as kernels/store_kvcache.py"
-        )
+        needs = "needs the file of an op, such as kernels/store_kvcache.py"
+        raise OptionsError(f"{file}: {what}; {needs}")
     try:
         body = ast.parse(file.read_bytes(), str(file)).body
     except (SyntaxError, ValueError) as error:
-        raise OptionsError(f"{file}: it is not Python: {error}") from error
+        raise OptionsError(f"{file}: is not Python: {error}") from error
     ops = [node.name for node in body if isinstance(node, ast.FunctionDef) and node.name in KERNELS]
     if len(ops) != 1:
-        raise OptionsError(
-            f"{file}: defines {', '.join(ops) or 'no op'}; needs a function for one of "
-            f"{', '.join(KERNELS)}"
-        )
+        names = ", ".join(KERNELS)
+        raise OptionsError(f"{file}: defines {', '.join(ops) or 'no op'}; needs one of {names}")
     return ops[0]
 
 
-def _run(case: _Case) -> list[dict[str, Any]]:
-    """Run a case in a worker process.  Returns a row per result."""
-    device = use_device().type
-    _import_kernels(case.op, case.file)
-    import torch
+def _run(case: _Check) -> list[dict[str, Any]]:
+    """Run a case in a worker process, with ``file`` in place of the op's file."""
+    use_device()
+    if "kernels" not in sys.modules:
 
-    from kernels.testing.cases import make_case
+        def find_spec(name: str, _path: Any = None, _target: Any = None) -> Any:
+            is_op = name == f"kernels.{case.kernel}"
+            return spec_from_file_location(name, case.file) if is_op else None
 
-    warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, of the NaN that a wrong kernel reads
-    feature, _, splits = case.feature.partition(" ")
-    sizes: dict[str, Any] = {"features": () if feature == "none" else (feature,)}
-    if splits:
-        names = ["num_splits"] + ["num_prefix_splits"] * case.op.startswith("shared_prefix")
-        sizes = _LENGTHS | {"options": dict.fromkeys(names, int(splits))}
-    is_fp8 = case.dtype == "fp8"
-    inputs = make_case(
-        case.op,
-        block_size=case.block_size,
-        head_dim=80,
-        dtype=torch.bfloat16 if is_fp8 else getattr(torch, case.dtype),
-        kv_dtype=torch.float8_e4m3fn if is_fp8 else None,
-        device=device,
-        **sizes,
-    )
-    return [
-        {"result": name, "error": one.error, "bound": one.bound, "passed": one.passed}
-        for name, one in inputs.judge().items()
-    ]
-
-
-def _import_kernels(op: str, file: str) -> None:
-    """Import ``kernels`` with ``file`` in place of the op's file."""
-    if "kernels" in sys.modules:
-        return
-
-    def find_spec(name: str, _path: Any = None, _target: Any = None) -> Any:
-        return spec_from_file_location(name, file) if name == f"kernels.{op}" else None
-
-    sys.meta_path.insert(0, SimpleNamespace(find_spec=find_spec))
-    try:
-        import kernels  # noqa: F401
-    except (Exception, SystemExit) as error:
-        raise _ImportFailed(f"{type(error).__name__}: {error}") from error
+        sys.meta_path.insert(0, SimpleNamespace(find_spec=find_spec))
+        warnings.simplefilter("ignore", RuntimeWarning)  # of NaN that a wrong kernel reads
+        try:
+            import kernels  # noqa: F401
+        except (Exception, SystemExit) as error:
+            raise _ImportFailed(f"{type(error).__name__}: {error}") from error
+    return run_cell(case)

@@ -87,8 +87,8 @@ class KernelAccuracy(Options):
     def group(self) -> tuple[str, ...]:
         return self.kernel, self.dtype
 
-    def case(self, device: str) -> Case:
-        """The inputs of a cell's kernel."""
+    def case(self, device: str, **sizes: Any) -> Case:
+        """The inputs of a cell's kernel.  sizes: more sizes of ``make_case``."""
         import torch
 
         from kernels.testing.cases import make_case
@@ -101,6 +101,7 @@ class KernelAccuracy(Options):
             kv_dtype=torch.float8_e4m3fn if is_fp8 else None,
             features=() if self.feature == "none" else (self.feature,),
             device=device,
+            **sizes,
         )
 
 

@@ -65,7 +65,7 @@ def test_a_crash_is_a_line_and_the_run_goes_on(planted, capsys):
         ("", None, "is a folder"),
         ("broken.py", "def f(:", "is not Python: invalid syntax"),
         ("bytes.py", "\0", "is not Python: .*null bytes"),
-        ("none.py", "x = 1", "defines no op; needs a function for one of store_kvcache"),
+        ("none.py", "x = 1", "defines no op; needs one of store_kvcache"),
         ("two.py", "def copy_blocks(): 0\ndef swap_blocks(): 0", "defines copy_blocks, swap_bl"),
         ("raises.py", "def copy_blocks(): 0\n1 / 0", "importing it failed: ZeroDivisionError"),
     ],
