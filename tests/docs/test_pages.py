@@ -39,7 +39,7 @@ NOT_RUN = {
 """Page and beginning of blocks that are neither run nor compared, and the reason."""
 KINDS = {"python": "python", "json": "data", "mermaid": "data"}
 PROGRAMS = {"pagelab", "python", "pytest", "make", "pip", "git", "."}
-COUNTS = {"python": 16, "command": 14, "printed": 13, "data": 3, "not run": 1}
+LEAST = Counter({"python": 15, "command": 13, "printed": 12, "data": 3})
 
 
 def blocks(page):
@@ -61,8 +61,10 @@ def blocks(page):
 
 
 def test_every_block_is_run_or_has_a_reason():
-    assert Counter(kind for page in PAGES for kind, _ in blocks(page)) == COUNTS
-    assert len(NOT_RUN) == COUNTS["not run"]
+    counts = Counter(kind for page in PAGES for kind, _ in blocks(page))
+    assert counts.pop("not run") == len(NOT_RUN)
+    assert counts.keys() == LEAST.keys()
+    assert counts >= LEAST
 
 
 @pytest.fixture
@@ -95,7 +97,8 @@ def test_code_prints_what_the_page_says(page, folder):
             assert "make model" in absent
         else:
             expected = re.escape(printed).replace(r"\.\.\.", ".*")
-            assert following != "printed" or re.fullmatch(expected, out.getvalue())
+            output = out.getvalue()
+            assert following != "printed" or re.fullmatch(expected, output), output
     if absent:
         pytest.skip(absent)
 
@@ -134,7 +137,7 @@ def test_commands_exist(page, folder, monkeypatch, capsys):
     named += [text for kind, text in blocks(page) if kind == "command"]
     for words in (words for text in named for words in commands(text)):
         match words:
-            case _ if PLACEHOLDER.search(" ".join(words)):
+            case ["pagelab" | "pytest", *_] if PLACEHOLDER.search(" ".join(words)):
                 pass
             case ["pagelab", "generate", *arguments]:
                 tyro.cli(generate.Arguments, args=arguments, config=(tyro.conf.UseAppendAction,))
