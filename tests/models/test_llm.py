@@ -6,7 +6,6 @@ import math
 import pickle
 import shutil
 import types
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -88,13 +87,13 @@ def test_tokens_are_those_of_transformers(
     assert llm.manager.num_free_blocks == llm.manager.num_blocks
 
 
-def test_a_manager_of_ones_own_serves(make_llm, expected):
-    own = f"{Path(__file__).parents[2]}/docs/examples/my_manager.py:LowestFirst"
-    for manager in (own, manager_class(own)):
+def test_a_manager_of_ones_own_serves(make_llm, expected, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("from cache.managers.paged import Paged\nclass Mine(Paged): 'Mine.'\n")
+    for manager in (f"{file}:Mine", manager_class(f"{file}:Mine")):
         llm = make_llm(manager=manager, block_size=4, num_blocks=16)
         assert tokens_of(llm.generate(PROMPTS, GREEDY)) == expected("llama")
-        assert llm.manager.name == "LowestFirst"
-        assert llm.manager.num_free_blocks == 16
+        assert llm.manager.name == "Mine"
 
 
 @pytest.fixture(scope="module")

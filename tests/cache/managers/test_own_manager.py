@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cache import CacheManager, Sequence, make_manager
-from cache.managers import manager_class
+from cache import CacheManager, make_manager
 
 ROOT = Path(__file__).parents[3]
-EXAMPLE = f"{ROOT / 'docs/examples/my_manager.py'}:LowestFirst"
 OWN = """
 from cache import CacheManager
 from cache.managers.paged import Paged
@@ -41,25 +39,12 @@ class Leaks(Paged):
 
 
 @pytest.fixture
-def own_file(tmp_path):
-    file = tmp_path / "own.py"
-    file.write_text(OWN)
-    return file
-
-
-@pytest.mark.parametrize("own", [EXAMPLE, manager_class(EXAMPLE)], ids=["file", "class"])
-def test_lowest_free_blocks_come_first(own):
-    manager = make_manager(own, num_blocks=8, block_size=4)
-    assert manager.name == "LowestFirst"
-    assert Path(EXAMPLE.partition(":")[0]).read_text() in (ROOT / "docs/extending.md").read_text()
-    first, second, third = (Sequence(i, range(9)) for i in range(3))
-    manager.allocate(first)
-    manager.allocate(second)
-    manager.free(first)
-    manager.allocate(third)
-    assert manager.block_table(third) == [0, 1, 2]
-    with pytest.raises(ValueError, match="'LowestFirst' has no option size; its options: none"):
-        make_manager(own, num_blocks=8, block_size=4, size=3)
+def folder(tmp_path):
+    """A folder with own.py, and the manager of docs/extending.md."""
+    page = (ROOT / "docs/extending.md").read_text()
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "my_manager.py").write_text(re.search("# my_manager.py\n(.*?)```", page, re.S)[1])
+    return tmp_path
 
 
 @pytest.mark.parametrize(
@@ -74,25 +59,21 @@ def test_lowest_free_blocks_come_first(own):
         ("own.py:Empty", r"'Empty': __init__ must call super\(\).__init__\(options\)"),
         (CacheManager, "CacheManager does not define _extend"),
         (dict, r"<class 'dict'> is unknown; choose from .*or give a class of your own"),
+        (make_manager("paged", num_blocks=8, block_size=4), r"=Paged\(num_blocks=8.* its class"),
     ],
 )
-def test_a_class_that_is_no_manager_is_refused(own_file, name, says):
-    name = str(own_file.parent / name) if isinstance(name, str) else name
+def test_a_class_that_is_no_manager_is_refused(folder, name, says):
+    name = str(folder / name) if isinstance(name, str) else name
     with pytest.raises(ValueError, match=f"^manager.*{says}"):
         make_manager(name, num_blocks=8, block_size=4)
 
 
-def test_an_object_is_refused():
-    manager = make_manager("paged", num_blocks=8, block_size=4)
-    with pytest.raises(ValueError, match=re.escape(f"manager={manager!r}: needs its class")):
-        make_manager(manager, num_blocks=8, block_size=4)
-
-
-@pytest.mark.parametrize(("own", "status"), [(EXAMPLE, 0), ("{file}:Leaks", 1), ("{file}:X", 4)])
-def test_the_contract_of_all_managers_tests_it(own_file, own, status):
-    own = own.format(file=own_file)
+@pytest.mark.parametrize(
+    ("own", "status"), [("my_manager.py:LowestFirst", 0), ("own.py:Leaks", 1), ("own.py:X", 4)]
+)
+def test_the_contract_of_all_managers_tests_it(folder, own, status):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
-    contract = ROOT / "tests/cache/managers/test_contract.py"
-    done = subprocess.run([*command, contract, "--manager", own], capture_output=True, text=True)
+    command += [ROOT / "tests/cache/managers/test_contract.py", "--manager", folder / own]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == status, done.stdout + done.stderr
     assert ("6 passed" in done.stdout) == (status == 0)
