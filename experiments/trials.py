@@ -46,10 +46,9 @@ def try_policy(policy: str, options: Eviction, out: Path) -> None:
         raise OptionsError(f"{policy}: {kind}{error}") from error
     table = committed("eviction") / "rows.csv"
     known = pd.read_csv(table) if table.exists() and not options.trace else tried[:0]
-    known = known[known["trace"].isin(tried["trace"])]
     if not set(tried["capacity_fraction"]) <= set(known["capacity_fraction"]):
         known = _replay(replace(options, policy=("lru", "belady")))
-    known = known[known["policy"] != policy]
+    known = known[known["trace"].isin(tried["trace"]) & (known["policy"] != policy)]
     for trace, rows in tried.groupby("trace", sort=False):
         print(_verdict(rows, known[known["trace"] == trace]))
     times = cost / _seconds_per_reference("lru")[0]
