@@ -1,6 +1,7 @@
 """The outputs of a request."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from cache.serving.request import FinishReason, RequestStats
 
@@ -34,6 +35,10 @@ class RequestOutput:
     stats: RequestStats
     error: str | None = None
     """Why it ended with FinishReason.ERROR."""
+
+    def __getitem__(self, name: str) -> Any:
+        """A field of the first output, such as ``output["text"]`` as in nano-vLLM."""
+        return getattr(self.outputs[0], name)
 
 
 @dataclass(slots=True)

@@ -192,6 +192,7 @@ def test_prompts_have_the_forms_of_vllm(prompts, texts, text_checkpoint):
     outputs = LLM(text_checkpoint, num_blocks=64).generate(prompts, GREEDY)
     assert [output.prompt for output in outputs] == texts
     assert all(output.prompt_token_ids == [1, 2] for output in outputs)
+    assert all(output["text"] == output.outputs[0].text for output in outputs)  # of nano-vLLM
 
 
 @pytest.mark.parametrize(
