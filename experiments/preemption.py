@@ -162,9 +162,8 @@ def _draw(rows: style.DataFrame) -> style.Figure:
         axis.set(title=title, ylabel=label, yscale="log")
         style.log_x(axis, base=4)
         style.plain_log_ticks(axis.yaxis)
-    return style.shared_legend(
-        figure, columns=2, xlabel=serving.noted(figure, "block size (tokens)")
-    )
+    label = serving.noted(figure, "block size (tokens)")
+    return style.shared_legend(figure, columns=2, xlabel=label)
 
 
 def _mark_crossings(axis: style.Axes, rows: style.DataFrame, column: str) -> None:

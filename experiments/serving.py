@@ -39,16 +39,7 @@ import numpy as np
 from cache import make_manager
 from cache.serving import open_loop
 from experiments import style
-from experiments.harness import (
-    Axis,
-    Count,
-    Experiment,
-    Natural,
-    Options,
-    Positive,
-    grid,
-    one_of,
-)
+from experiments.harness import Axis, Count, Experiment, Natural, Options, Positive, grid, one_of
 from experiments.load.gpu_clock import CLOCK_DISCLAIMER, GpuClock
 from experiments.load.workloads import LONGEST, PAPER_LENGTHS, draw_lengths
 

@@ -112,10 +112,8 @@ def _hinted(trace: cache.Trace, hint: str, seed: int, is_loop: bool) -> cache.Tr
     ends[before] = 0
     told = {"ends_session": ends if "end" in hint else ends * np.nan}
     if hint in _TOLD:
-        drawn, logs = (
-            np.random.default_rng(seed).standard_normal(len(trace)),
-            np.log(pauses.clip(1)),
-        )
+        drawn = np.random.default_rng(seed).standard_normal(len(trace))
+        logs = np.log(pauses.clip(1))
         guesses = np.where(streams >= 0, np.exp(logs.mean() + logs.std() * drawn), np.nan)
         guesses[before] = pauses * np.exp(float(hint.split("_")[1]) * drawn[before])
         told["expected_pause_ms"] = np.where(told["ends_session"] == 1, np.nan, guesses)
