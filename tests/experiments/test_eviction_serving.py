@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 import cache
@@ -91,3 +92,11 @@ def test_a_preempted_request_counts_once(tmp_path):
     row = rows["lru", 0.75]
     assert row["preemptions"] > 0 < row["resumed_block_hit_rate"]
     assert row["block_hit_rate"] == 0
+
+
+def test_a_trace_without_differences_becomes_a_sentence_unless_it_is_the_only_one():
+    rows = pd.DataFrame({"trace": ["a", "a", "b"], "over_lru": [1, 1.002, 0.9]})
+    left, note = eviction_serving._apart(rows)
+    assert left["trace"].tolist() == ["b"]
+    assert "On a, all times with prefix caching are within 0.2 % of LRU's." in note
+    assert len(eviction_serving._apart(rows[:2])[0]) == 2

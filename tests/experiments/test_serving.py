@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from experiments import published_serving, serving, shared_prefix
+from experiments import published_serving, serving, shared_prefix, style
 from experiments.load.workloads import draw_lengths
 from experiments.published_serving import PublishedServing
 from experiments.serving import LOADS, Serving
@@ -90,6 +90,16 @@ def test_ratios_are_those_of_the_same_draw():
     ratios = paged[["over_oracle_least", "over_oracle", "over_oracle_most"]].tolist()
     assert (paged["sustained_rate"], ratios) == (4, [1, 2, 3])
     assert np.isnan(paged["over_max"])
+
+
+def test_above_its_last_rate_the_latency_of_a_draw_is_drawn_as_infinite():
+    rows = pd.DataFrame({"draw": [0, 0, 0, 1, 1, 2, 2], "request_rate": [1, 2, 4, 1, 4, 1, 2]})
+    rows["normalized_latency_s"] = [0.1, 0.2, 0.4, 0.1, 0.4, 0.1, 0.8]
+    with style.figures():
+        _, (axis,), _ = style.panel_grid(1, height=1)
+        serving._draw_latency(axis, rows, color="red")
+    assert axis.lines[0].get_ydata() == pytest.approx([0.1, 0.2, 0.4])
+    assert axis.collections[0].get_datalim(axis.transData).y1 == pytest.approx(0.8)
 
 
 @pytest.mark.parametrize(
