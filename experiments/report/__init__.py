@@ -7,7 +7,6 @@ has the published numbers.  The page is self-contained and needs no network.
 from __future__ import annotations
 
 import base64
-import functools
 import inspect
 import io
 import json
@@ -31,7 +30,7 @@ WITHIN, OVERLAP = "within 10\u00a0%", "ranges overlap"
 def write_report(results: Path, output: Path, experiments: Mapping[str, Experiment]) -> Path:
     """Write a page to ``output``: the results of ``experiments`` in the folder ``results``.
 
-    Raises OptionsError if there are no results, and OSError.
+    Raises OptionsError if there are no results or if they are damaged, and OSError.
     """
     import jinja2
 
@@ -42,8 +41,13 @@ def write_report(results: Path, output: Path, experiments: Mapping[str, Experime
     pages = []
     for name, experiment in experiments.items():
         for number, table in enumerate(sorted((results / name).glob("*/rows.csv"))):
-            notes = [] if number else _compare(published.get(name, []), table.parent, name)
-            pages.append(_page(experiment, table.parent, notes, captions.get(name, {})))
+            try:
+                notes = [] if number else _compare(published.get(name, []), table.parent, name)
+                pages.append(_page(experiment, table.parent, notes, captions.get(name, {})))
+            except (KeyError, NameError, ValueError) as error:
+                what = f"cannot be shown ({type(error).__name__}: {error})"
+                again = "run the experiment again if a file was edited or is of another version"
+                raise OptionsError(f"{table.parent}: {what}; {again}") from error
     of_same_trace = (n for page in pages for n in page["published"] if not n.get("another_trace"))
     if not pages:
         raise OptionsError(f"no rows.csv in a folder of {results}: run an experiment first")
@@ -65,10 +69,7 @@ def write_report(results: Path, output: Path, experiments: Mapping[str, Experime
 
 
 def _page(
-    experiment: Experiment,
-    folder: Path,
-    published: list[dict[str, Any]],
-    captions: dict[str, str],
+    experiment: Experiment, folder: Path, published: list[dict[str, Any]], captions: dict[str, str]
 ) -> dict[str, Any]:
     """The template's values for the results in ``folder``."""
     # An experiment's docstring describes its question and its method.
@@ -83,10 +84,7 @@ def _page(
         "device": folder.name,
         "id": f"{experiment.name}-{folder.name}",
         "environment": json.loads((folder / "environment.json").read_text()),
-        "figures": [
-            {**_picture(path), "caption": captions.get(path.stem, "")}
-            for path in sorted(folder.glob("*.png"))
-        ],
+        "figures": [_picture(path, captions) for path in sorted(folder.glob("*.png"))],
         "published": published,
         "tables": [_table(path) for path in (*summaries, folder / "rows.csv")],
     }
@@ -100,7 +98,7 @@ def _markdown(text: str) -> str:
     return Markup(MarkdownIt("commonmark", {"html": False}).render(text))
 
 
-def _picture(path: Path) -> dict[str, Any]:
+def _picture(path: Path, captions: dict[str, str]) -> dict[str, Any]:
     from PIL import Image
 
     content = io.BytesIO()
@@ -109,7 +107,8 @@ def _picture(path: Path) -> dict[str, Any]:
         few = image.convert("RGB").quantize(128, Image.Quantize.FASTOCTREE)
         few.save(content, "WEBP", lossless=True)
     data = base64.b64encode(content.getvalue()).decode()
-    return {"name": path.stem, "width": width, "height": height, "data": data}
+    texts = {"name": path.stem, "caption": captions.get(path.stem, path.stem)}
+    return {**texts, "width": width, "height": height, "data": data}
 
 
 def _table(path: Path) -> dict[str, Any]:
@@ -141,20 +140,20 @@ def _compare(notes: list[dict[str, Any]], folder: Path, name: str) -> list[dict[
     """
     import pandas as pd
 
-    read = functools.cache(pd.read_csv)
-
     def measured(value: dict[str, Any], folder: Path) -> pd.Series:
         table = folder / value.get("table", "rows.csv")
         if not table.exists():
             return pd.Series(dtype=float)
-        return read(table).query(value["where"], engine="python")[value["column"]].dropna()
+        return pd.read_csv(table).query(value["where"], engine="python")[value["column"]].dropna()
 
     def compared(note: dict[str, Any], value: dict[str, Any]) -> dict[str, Any]:
         ours = measured(value, folder)
         judged = measured(value, committed(name)) if committed(name).exists() else ours
         texts = {"ours": _range(ours, value["format"]), "judged": _range(judged, value["format"])}
-        mark = "another trace: " if note.get("another_trace") else ""
-        return {**value, **texts, "verdict": mark + _verdict(value["published"], judged)}
+        verdict = _verdict(value["published"], judged)
+        if verdict and note.get("another_trace"):
+            verdict = f"another trace: {verdict}"
+        return {**value, **texts, "verdict": verdict}
 
     return [{**n, "values": [compared(n, value) for value in n.get("values", [])]} for n in notes]
 
