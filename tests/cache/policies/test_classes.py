@@ -114,8 +114,8 @@ def test_compiled_and_in_python_it_hits_the_same(trace, capacity, ratio):
     assert compiled.hits.tolist() == in_python.hits.tolist()
 
 
-class Parity(Rare):
-    """Two classes along a prompt in turns."""
+class Parity(Slow):
+    """Two classes along a prompt in turns, in Python: it is the same compiled, as tested above."""
 
     @staticmethod
     def classify(uses, is_end, idle_ms, request):
@@ -199,15 +199,16 @@ def endless(returned, gone, worths):
     worths[0, 0] = math.inf
 
 
-@pytest.mark.parametrize("is_compiled", [True, False])
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "message", "is_compiled"),
     [
-        ({"classify": staticmethod(too_high)}, "classify gave a class beyond 0 to 11"),
-        ({"classify": staticmethod(negative)}, "classify gave a class beyond 0 to 11"),
-        ({"learn": staticmethod(endless)}, "learn gave a worth that is not finite"),
-        ({"ghost_ratio": -1.0}, "ghost_ratio .* got -1.0"),
-        ({"ghost_ratio": math.inf}, "ghost_ratio .* got inf"),
+        ({"classify": staticmethod(too_high)}, "classify gave a class beyond 0 to 11", False),
+        ({"classify": staticmethod(negative)}, "classify gave a class beyond 0 to 11", False),
+        ({"classify": staticmethod(negative)}, "classify gave a class beyond 0 to 11", True),
+        ({"learn": staticmethod(endless)}, "learn gave a worth that is not finite", False),
+        ({"learn": staticmethod(endless)}, "learn gave a worth that is not finite", True),
+        ({"ghost_ratio": -1.0}, "ghost_ratio .* got -1.0", False),
+        ({"ghost_ratio": math.inf}, "ghost_ratio .* got inf", True),
     ],
 )
 def test_faults_of_a_policy_are_named(fields, message, is_compiled):

@@ -17,13 +17,20 @@ def evict_oldest(block):
     return block.accessed
 
 
+@pytest.fixture
+def registered_anew():
+    """Forgets keys. Of those of another digest, later tests would compile each policy again."""
+    yield operations._register.cache_clear
+    operations._register.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("module", "files"),
     [("cache.policies.lru", [1, 1, 2, 3]), ("own", [0])],
     ids=["built-in", "own"],
 )
 def test_a_built_in_policy_is_compiled_once_and_again_when_code_changes(
-    module, files, tmp_path, monkeypatch
+    module, files, tmp_path, monkeypatch, registered_anew
 ):
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(evict_oldest, "__module__", module)
@@ -31,7 +38,7 @@ def test_a_built_in_policy_is_compiled_once_and_again_when_code_changes(
     for name, digest in (("Own", "a"), ("Own", "a"), ("Own", "b"), ("Other", "b"))[: len(files)]:
         monkeypatch.setattr(operations, "_RUNS", {})
         monkeypatch.setattr(operations, "_digest", lambda digest=digest: digest)
-        operations._register.cache_clear()
+        registered_anew()
         policy = type(name, (PriorityPolicy,), {"priority": staticmethod(evict_oldest)})()
         assert cache.simulate(trace_of([(0,)] * 3), policy=policy, capacity_blocks=2).compiled
         kept.append(len([*tmp_path.rglob("*.nbc")]))
