@@ -15,7 +15,6 @@ first two layers; here all layers select."""
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field
 from itertools import product
 from typing import TYPE_CHECKING, Annotated, Any
@@ -125,7 +124,7 @@ def run_cell(cell: BlockSelection) -> list[dict[str, Any]]:
             f"--decoded-tokens: expected fewer than --window-tokens={cell.window_tokens}, got "
             f"{cell.decoded_tokens}"
         )
-    llm = _load(cell.model, cell.window_tokens, cell.threads)
+    llm = engine_models.window_llm(cell.model, cell.window_tokens, cell.threads)
     text, start = engine_models.prose_tokens(llm), (cell.window - 1) * cell.window_tokens
     ids = torch.tensor(text[start : start + cell.window_tokens + 1])
     if len(ids) <= cell.window_tokens:
@@ -158,12 +157,6 @@ def run_cell(cell: BlockSelection) -> list[dict[str, Any]]:
             more["nats_over_full"] = more["nats_per_token"] - full["nats_per_token"]
             rows.append(about | where | more)
     return rows
-
-
-@functools.lru_cache(maxsize=1)
-def _load(model: str, window_tokens: int, threads: int) -> LLM:
-    options = {"num_blocks": 1, "block_size": window_tokens, "attention_backend": "torch"}
-    return engine_models.make_llm(model, threads=threads, dtype="float32", **options)
 
 
 def _compute(

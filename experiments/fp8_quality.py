@@ -18,7 +18,6 @@ a 95 % bootstrap interval over the windows, and the same for the difference from
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -66,7 +65,7 @@ class Fp8Quality(Options):
 
 
 def run_cell(cell: Fp8Quality) -> list[dict[str, Any]]:
-    llm = _load(cell.model, cell.window_tokens, cell.threads)
+    llm = engine_models.window_llm(cell.model, cell.window_tokens, cell.threads)
     import torch
 
     from models.decoder import Attention
@@ -98,12 +97,6 @@ def run_cell(cell: Fp8Quality) -> list[dict[str, Any]]:
         }
         for index, tokens in enumerate(judged)
     ]
-
-
-@functools.lru_cache(maxsize=1)
-def _load(model: str, window_tokens: int, threads: int) -> LLM:
-    options = {"num_blocks": 1, "block_size": window_tokens, "attention_backend": "torch"}
-    return engine_models.make_llm(model, threads=threads, dtype="float32", **options)
 
 
 def _windows(cell: Fp8Quality, tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:

@@ -7,6 +7,7 @@ results depend on the weights use the SmolLM2 checkpoint that `make model` insta
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import importlib.util
 from typing import TYPE_CHECKING, Annotated, Any
@@ -152,6 +153,13 @@ def nano_vllm_seconds(name: str, prompts: list[list[int]], outputs: list[int]) -
     atexit.unregister(llm.exit)
     llm.exit()
     return seconds
+
+
+@functools.lru_cache(maxsize=1)
+def window_llm(name: str, window_tokens: int, threads: int) -> LLM:
+    """The model in fp32, with eager attention and one block of ``window_tokens``."""
+    options = {"num_blocks": 1, "block_size": window_tokens, "attention_backend": "torch"}
+    return make_llm(name, threads=threads, dtype="float32", **options)
 
 
 def prose_tokens(llm: LLM) -> list[int]:

@@ -5,6 +5,7 @@ import pytest
 from experiments import fp8_quality
 from experiments.fp8_quality import CACHES, Fp8Quality
 from experiments.harness import Unavailable
+from experiments.load import engine_models
 
 
 def test_each_cache_changes_the_same_windows_in_its_own_way(tiny_run):
@@ -23,7 +24,7 @@ def test_each_cache_changes_the_same_windows_in_its_own_way(tiny_run):
 def test_a_cell_does_not_depend_on_the_one_before():
     sizes = {"model": "tiny", "windows": 2, "calibration_windows": 1, "window_tokens": 64}
     cells = [Fp8Quality(cache=f"fp8, {name}", **sizes) for name in ("saturated", "scale per head")]
-    fp8_quality._load.cache_clear()
+    engine_models.window_llm.cache_clear()
     alone = fp8_quality.run_cell(cells[1])
     fp8_quality.run_cell(cells[0])
     assert fp8_quality.run_cell(cells[1]) == alone
@@ -58,6 +59,6 @@ def test_without_the_checkpoint_there_is_a_reason(monkeypatch):
         raise FileNotFoundError("run `make model`")
 
     monkeypatch.setattr("models.hub.default_model", absent)
-    fp8_quality._load.cache_clear()
+    engine_models.window_llm.cache_clear()
     with pytest.raises(Unavailable, match="run `make model`"):
         fp8_quality.run_cell(Fp8Quality(cache="bf16"))
