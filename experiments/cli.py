@@ -72,7 +72,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted: the same command continues this run", file=sys.stderr)
+        resumes = arguments[0] in ("run", "reproduce")
+        goes_on = ": the same command continues this run" if resumes else ""
+        print(f"interrupted{goes_on}", file=sys.stderr)
         return 130
     finally:
         log.removeHandler(console)
