@@ -160,7 +160,7 @@ def _plot(
                 f"{table}: no figure can be drawn of it ({kind}: {error}); run the experiment "
                 "again if it was edited or is of another version"
             ) from error
-        print(*figures or [f"{table}: no row that a figure shows"], sep="\n")
+        print("\n".join(map(str, figures)) or f"{table}: no row that a figure shows")
     return 0
 
 
