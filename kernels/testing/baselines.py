@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -168,6 +167,8 @@ class GatherSdpa(Baseline):
     def prefill(
         self, q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens, *, max_seqlen_q
     ):
+        from torch.nn.attention.bias import causal_lower_right  # imports PyTorch's compiler
+
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         starts = cu_seqlens_q.tolist()
         for i, context_len in enumerate(context_lens.tolist()):

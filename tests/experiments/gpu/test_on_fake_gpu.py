@@ -16,7 +16,6 @@ from experiments.bench.shapes import Shape
 from experiments.gpu import contact, kernel_latency
 from experiments.harness import Absent
 from experiments.harness.environment import device_slug
-from kernels.testing import baselines
 
 HEADS = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 16}
 
@@ -56,7 +55,7 @@ def test_every_op_is_checked_captured_and_timed(small_gpu, monkeypatch):
         ones = torch.ones(queries, keys, dtype=torch.bool, device="cuda")
         return ones.tril(keys - queries)
 
-    monkeypatch.setattr(baselines, "causal_lower_right", lower_right)
+    monkeypatch.setattr("torch.nn.attention.bias.causal_lower_right", lower_right)
     few = {"batch": (2,), "context_len": (9,), "block_size": (4,), "prefill": ((1, 3, 9),)}
     few |= {"store_tokens": (3,), "move_tokens": (8,), "num_layers": 1}
     few |= {"prefix_len": (16,), "suffix_len": 4, "cascade_batch": (2,)}
