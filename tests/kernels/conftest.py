@@ -8,7 +8,6 @@ import math
 import mmap
 import multiprocessing
 import os
-import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -22,8 +21,6 @@ from printed import printed_by
 
 # Bytes that a thread may spill outside loops. Which kernels do depends on the version of Triton.
 MAX_LOCAL_BYTES = 32
-# Seconds. Less than pytest's limit, so that a process that hangs is shown with its output.
-SUBPROCESS_LIMIT = 1200
 COMPILE_SHIPPED = """
 import dataclasses, json, re
 from kernels.compiled.architectures import ARCHITECTURES
@@ -129,32 +126,26 @@ def at_the_edge(device):
 
 
 @pytest.fixture(scope="session")
-def run_without_interpreter():
-    """Run `python ARGUMENTS` where kernels are compiled, not interpreted; returns its output."""
-
-    def run(*arguments: str) -> str:
-        env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        command = [sys.executable, *arguments]
-        try:
-            done = subprocess.run(
-                command, env=env, capture_output=True, check=False, timeout=SUBPROCESS_LIMIT
-            )
-        except subprocess.TimeoutExpired as late:
-            written = ((late.stdout or b"") + (late.stderr or b"")).decode()
-            pytest.fail(f"no end after {SUBPROCESS_LIMIT} seconds:\n{written}")
-        assert done.returncode == 0, (done.stdout + done.stderr).decode()
-        return done.stdout.decode()
-
-    return run
-
-
-@pytest.fixture(scope="session")
 def compiling_process():
     """Run code where kernels are compiled, in one process for all tests. Returns its output."""
     bind_to_compiler = "import os; os.environ.pop('TRITON_INTERPRET', None)"
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, spawn, initializer=exec, initargs=(bind_to_compiler,)) as process:
         yield lambda code: process.submit(printed_by, code).result()
+
+
+@pytest.fixture(scope="session")
+def run_compiled(compiling_process):
+    """Run pytest where kernels are compiled, all of whose tests must pass. Returns its output."""
+
+    def run(*arguments: str) -> str:
+        plugins = ["-s", "-v", "-p", "no:cacheprovider", "-p", "no:randomly"]
+        options = [*plugins, "-o", "faulthandler_timeout=600", *arguments]
+        output = compiling_process(f"import pytest\nprint(pytest.main({options!r}).name)")
+        assert output.endswith("\nOK\n"), output
+        return output
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -117,8 +117,7 @@ def test_registers_suffice(compiling_process):
 
 
 @pytest.mark.slow
-def test_on_executed_ptx(run_without_interpreter):
+def test_on_executed_ptx(run_compiled):
     if not INTERPRETED.value:
         pytest.skip("kernels are compiled in this process")
-    options = ["--executor", "ptx-sm_90", "-p", "no:randomly", "-p", "no:cacheprovider"]
-    assert " passed" in run_without_interpreter("-m", "pytest", __file__, *options)
+    run_compiled(__file__, "--executor", "ptx-sm_90")

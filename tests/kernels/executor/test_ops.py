@@ -6,6 +6,7 @@ too, with many more shapes.
 """
 
 import inspect
+import itertools
 import re
 from functools import partial
 from unittest import mock
@@ -69,10 +70,15 @@ VARIANTS = [
 ]
 
 
-def calls_on(architecture: str) -> list[tuple[str, dict]]:
-    """(op, sizes of its case) of each call that runs on this architecture: every op, and a third of
+def turn_of(config) -> int:
+    """Which third of the calls runs on this architecture."""
+    architecture = config.getoption("--executor").removeprefix("ptx-")
+    return ARCHITECTURES.index(architecture) if architecture in ARCHITECTURES else 0
+
+
+def calls_of(turn: int) -> list[tuple[str, dict]]:
+    """(op, sizes of its case) of each call that runs on an architecture: every op, and a third of
     the others, in dtypes that change from call to call."""
-    turn = ARCHITECTURES.index(architecture) if architecture in ARCHITECTURES else 0
     chosen = [(op, {}) for op in CASES] + IN_TURN[turn::3]
     chosen = [
         (op, DTYPES[(number + turn) % 3] | SIZES.get(op, {}) | sizes)
@@ -92,15 +98,18 @@ def described(sizes: dict) -> str:
 
 
 def pytest_generate_tests(metafunc):
+    if "num_splits" in metafunc.fixturenames:
+        splits = [*itertools.product(ATTENTION, (1, 2))][turn_of(metafunc.config) :: 3]
+        metafunc.parametrize(("op", "num_splits"), splits)
     if "sizes" in metafunc.fixturenames:
-        calls = calls_on(metafunc.config.getoption("--executor").removeprefix("ptx-"))
+        calls = calls_of(turn_of(metafunc.config))
         metafunc.parametrize(
             ("op", "sizes"), calls, ids=[f"{op}-{described(s)}" for op, s in calls]
         )
 
 
 def test_the_architectures_cover_all_calls():
-    chosen = [calls_on(architecture) for architecture in ARCHITECTURES]
+    chosen = map(calls_of, range(3))
     assert sum(map(len, chosen)) == 3 * len(CASES) + len(IN_TURN) + 3 * len(VARIANTS)
 
 
@@ -121,8 +130,6 @@ def test_a_dimension_of_one_may_have_a_stride_of_one():
     assert all(accuracy.passed for accuracy in case.judge().values())
 
 
-@pytest.mark.parametrize("op", ATTENTION)
-@pytest.mark.parametrize("num_splits", [1, 2])
 def test_a_query_that_is_nan_is_not_taken_for_one_that_sees_nothing(op, num_splits):
     """A maximum of a GPU drops NaN, and an LSE of -inf would drop the row in a merge."""
     case = make_case(op, **HEADS | FP16 | SIZES[op] | {"options": {"num_splits": num_splits}})
@@ -184,15 +191,15 @@ def test_dependent_launches_wait(request):
     that end. Without the wait, its first memory access is a fault."""
     from kernels.executor import Fault, FaultKind
 
-    is_sm_80 = request.config.getoption("--executor") == "ptx-sm_80"
+    turn = turn_of(request.config)  # sm_90 and sm_100 have every other op, sm_80 only the first
     wait = re.compile(r"griddepcontrol\.wait ?;")
-    for op, sizes in DECODING_LAYER:
+    for op, sizes in DECODING_LAYER[turn - 1 :: 2] if turn else DECODING_LAYER[:1]:
         case = make_case(op, **HEADS | FP32 | {"num_tokens": 2, "block_size": 16} | sizes)
         kernels = {}
         with executing(request, edit=lambda name, ptx, of=kernels: of.setdefault(name, ptx)):
             case.call()
         waiting = [name for name, ptx in kernels.items() if wait.search(ptx)]
-        assert waiting == ([] if is_sm_80 else [*kernels])
+        assert waiting == ([*kernels] if turn else [])
         for broken in waiting:
 
             def edit(name, ptx, broken=broken):
