@@ -17,12 +17,6 @@ def test_defaults(name, own):
             assert manager_of(name, num_blocks).watermark_blocks == watermark
 
 
-def test_a_policy_of_the_users_own_file(tmp_path):
-    file = tmp_path / "mine.py"
-    file.write_text("from cache.policies.lru import LRU\n\n\nclass Mine(LRU):\n    name = 'mine'\n")
-    assert manager_of("vllm_v1", policy=f"{file}:Mine").pool.policy.name == "mine"
-
-
 ORACLE, UNCACHED = {"reservation": "oracle"}, {"enable_prefix_caching": False}
 BAD = [
     ("vllm_v9", {}, r"manager='vllm_v9'.*vllm_v1"),
