@@ -180,7 +180,7 @@ class Machine:
 def test_no_history_gives_a_host_block_other_content(design):
     loads = []
 
-    @settings(max_examples=5 * settings.default.max_examples)
+    @settings(max_examples=3 * settings.default.max_examples)
     @given(seed=st.integers(0, 1 << 30))
     def run(seed):
         machine = Machine(design, seed)

@@ -183,6 +183,6 @@ class VLLMv0Machine(CachingMachine):
 
 
 VLLMv0Machine.TestCase.settings = settings(
-    max_examples=10 * settings.default.max_examples, stateful_step_count=40
+    max_examples=6 * settings.default.max_examples, stateful_step_count=40
 )
 TestVLLMv0Machine = pytest.mark.slow(VLLMv0Machine.TestCase)
