@@ -12,7 +12,7 @@ MAX_SIZE = 2**31 - 1
 def shown(value: object) -> str:
     """Return a short text of ``value`` for an error message, even if Python cannot print it."""
     try:
-        return reprlib.repr(value)
+        return reprlib.repr(value).replace("\n", " ")
     except ValueError:
         return f"<{type(value).__name__}>"
 
