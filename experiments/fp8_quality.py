@@ -8,10 +8,11 @@ checkpoints, or one per layer and head.  ``saturated`` has the scale 1/32, so ma
 saturate, as magnitudes above 448 would in a model with larger keys and scale 1.
 
 Finer scales do not help, because fp8 is a floating-point format: the relative error of rounding
-does not depend on the scale while numbers stay in fp8's range, and with scale 1 they do.  A scale
-that is no power of two only moves numbers within their binades, so rounding differs by chance.
-Two caches show it: ``power of 2 per head`` rounds the calibrated scales up to powers of two, and
-``random per head`` draws scales between 1 and 2 without regard to the calibration.
+does not depend on the scale while numbers stay in fp8's range, and with scale 1 they do.  Two
+caches show that scales per head are not worse for being finer: ``power of 2 per head`` rounds the
+calibrated scales up to powers of two, and ``random per head`` draws scales between 1 and 2.  Unlike
+both, a calibrated scale leaves no room above the largest magnitude of the calibration, so larger
+numbers of other windows saturate.
 
 The summary has the mean difference from the fp32 cache in the same window, in nats per token, with
 a 95 % bootstrap interval over the windows, and the same for the difference from scale 1."""
@@ -183,7 +184,7 @@ def _draw(rows: style.DataFrame) -> style.Figure | None:
     axis.axvline(0, **style.BOUND)
     style.name_rows(axis, compared["cache"].unique())
     tokens = table["predicted_tokens"].iloc[0]
-    axis.set_xlabel(
+    figure.supxlabel(
         "nats per token more than with an fp32 cache"
         f"\n({rows['model'].iloc[0]}, {tokens:,} tokens; bars: 95 % intervals of means)"
     )
