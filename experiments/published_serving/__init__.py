@@ -139,23 +139,6 @@ def _draw(rows: style.DataFrame) -> style.Figure:
     return figure
 
 
-def _draw_curves(rows: style.DataFrame) -> style.Figure | None:
-    """Draw published and modelled values of the cases with at least three values of x."""
-    rows = rows[rows.groupby("case")["x"].transform("nunique") >= 3]
-    if rows.empty:
-        return None
-    cases = rows.groupby("title", sort=False)
-    figure, axes, _ = style.panel_grid(len(cases), height=1.7)
-    for axis, (title, points) in zip(axes, cases, strict=True):
-        published, modelled = style.dots(style.BLACK, "o"), style.line(style.BLUE, "x")
-        style.curve(axis, points, "x", "published", label="published", **published)
-        style.curve(axis, points, "x", "modelled", label="modelled", markersize=2, **modelled)
-        top = 1.15 * points[["published", "modelled"]].to_numpy().max()
-        axis.set(title=title, xlim=(0, None), ylim=(0, top))
-        axis.set(xlabel=points["x_label"].iloc[0], ylabel=points["unit"].iloc[0])
-    return style.shared_legend(figure, xlabel=serving.noted(figure, ""))
-
-
 def _summary(rows: style.DataFrame) -> style.DataFrame:
     rows = rows.assign(size=rows["error"].abs())
     summary = rows.groupby(["case", "title", "host_ms", "unit"], sort=False, as_index=False)
@@ -196,7 +179,7 @@ EXPERIMENT = Experiment(
     quick=PublishedServing(case=("lambda_h100_10", "bench_8b", "bench_70b")),
     run_cell=run_cell,
     plot=style.plotter(
-        {"published_serving": _draw, "curves": _draw_curves},
+        {"published_serving": _draw},
         {"summary": (_summary, "%.4g"), "hosts": (_hosts, "%.3g")},
     ),
 )

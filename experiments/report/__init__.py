@@ -48,7 +48,7 @@ def write_report(results: Path, output: Path, experiments: Mapping[str, Experime
                 what = f"cannot be shown ({type(error).__name__}: {error})"
                 again = "run the experiment again if a file was edited or is of another version"
                 raise OptionsError(f"{table.parent}: {what}; {again}") from error
-    of_same_trace = (n for page in pages for n in page["published"] if not n.get("another_trace"))
+    counted = (n for page in pages for n in page["published"] if not n.get("uncounted"))
     if not pages:
         raise OptionsError(f"no rows.csv in a folder of {results}: run an experiment first")
     environment = jinja2.Environment(
@@ -61,7 +61,7 @@ def write_report(results: Path, output: Path, experiments: Mapping[str, Experime
         within=WITHIN,
         overlap=OVERLAP,
         rule=(inspect.getdoc(_verdict) or "").partition("\n\n")[2].replace(" %", "\u00a0%"),
-        verdicts=[v["verdict"] for n in of_same_trace for v in n["values"] if v["verdict"]],
+        verdicts=[v["verdict"] for n in counted for v in n["values"] if v["verdict"]],
     )
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(output, page)
@@ -151,8 +151,8 @@ def _compare(notes: list[dict[str, Any]], folder: Path, name: str) -> list[dict[
         judged = measured(value, committed(name)) if committed(name).exists() else ours
         texts = {"ours": _range(ours, value["format"]), "judged": _range(judged, value["format"])}
         verdict = _verdict(value["published"], judged)
-        if verdict and note.get("another_trace"):
-            verdict = f"another trace: {verdict}"
+        if verdict and note.get("uncounted"):
+            verdict = f"{note['uncounted']}: {verdict}"
         return {**value, **texts, "verdict": verdict}
 
     return [{**n, "values": [compared(n, value) for value in n.get("values", [])]} for n in notes]
