@@ -112,7 +112,7 @@ def cells(options: Predictions) -> Iterator[Predicted | Measured | Absent]:
 def run_cell(cell: Predicted | Measured) -> list[dict[str, Any]]:
     if isinstance(cell, Predicted):
         rows = (_predict_engine if cell.part == "engine" else _predict_kernels)(cell.card)
-        pending = {"measured": None, "ratio": None, "verdict": "predicted, not yet measured"}
+        pending = {"measured": None, "ratio": None, "verdict": "predicted"}
         return [{"gpu": cell.card, "part": cell.part, **row, **pending} for row in rows]
     use_device()
     measure = {"ceilings": _measure_ceilings, "engine": _measure_engine}
@@ -302,7 +302,7 @@ def _draw(rows: style.DataFrame) -> style.Figure | None:
         axis.axvline(100, **style.BOUND)
         shown = [name.replace(" / ", "\n/ ") for name in names]
         style.name_rows(axis, shown, shown=axis is axes[0])
-        state = "" if measured.notna().any() else ": not yet measured"
+        state = "" if measured.notna().any() else ": predictions"
         axis.set(title=f"{card}{state}", xlabel="% of the predicted value")
     return style.shared_legend(figure, columns=2)
 
