@@ -133,7 +133,8 @@ _LATENCY = {
     "part": ("decode", "prefill", "mla", "cascade", "norm", "gate", "store", "copy", "swap_out",
              "swap_in"), "has_producer": (True,),
     "batch": (1, 8, 32, 256), "context_len": (512, 2048, 8192), "budget_ms": 20.0,
-    "prefill": ((1, 512, 8192), (1, 16, 32768), (16, 256, 4096), (64, 4, 4096)),
+    "prefill": ((1, 512, 8192), (1, 2048, 2048), (1, 8192, 8192), (1, 16, 32768), (16, 256, 4096),
+                (64, 4, 4096)),
     "prefix_len": (1024, 32768), "cascade_batch": (1, 16, 256),
 }  # fmt: skip
 _BESIDE = ("paged_decode", "torch", "copy_engine", "flash_attn_2", "flash_attn_3")
