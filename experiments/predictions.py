@@ -293,7 +293,8 @@ def _draw(rows: style.DataFrame) -> style.Figure | None:
         low, high = (100 * some[end] / some["predicted"] for end in ("low", "high"))
         axis.hlines(heights, low, high, color=style.SKY, linewidth=3, label="predicted: band")
         measured = 100 * some["measured"].astype(float) / some["predicted"]
-        axis.plot(measured, heights, label="measured", **style.dots(style.BLACK, "D"))
+        if measured.notna().any():
+            axis.plot(measured, heights, label="measured", **style.dots(style.BLACK, "D"))
         for y, row in zip(heights, some.itertuples(), strict=True):
             number = f"{row.predicted:,.0f}" if row.predicted >= 100 else f"{row.predicted:.3g}"
             unit = "" if row.unit == "ratio" else row.unit.replace("us", "µs")
@@ -302,8 +303,7 @@ def _draw(rows: style.DataFrame) -> style.Figure | None:
         axis.axvline(100, **style.BOUND)
         shown = [name.replace(" / ", "\n/ ") for name in names]
         style.name_rows(axis, shown, shown=axis is axes[0])
-        state = "" if measured.notna().any() else ": predictions"
-        axis.set(title=f"{card}{state}", xlabel="% of the predicted value")
+        axis.set(title=card, xlabel="% of the predicted value")
     return style.shared_legend(figure, columns=2)
 
 
