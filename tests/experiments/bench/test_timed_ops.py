@@ -17,6 +17,7 @@ SIZES = {
     "decode-pages": {"batch": 2, "context_len": 200, "block_size": 128},
     "prefill-pages": {"batch": 2, "context_len": 300, "query_len": 150, "block_size": 128},
     "cascade": {"batch": 3, "context_len": 48 + 21, "prefix_len": 48},
+    "mla": {"batch": 2, "context_len": 37, "num_kv_heads": 1},
     **{op: {"batch": 21} for op in ("norm", "gate", "store")},
     "store-fp8": {"batch": 9, **FP8},
     "copy-fp8": {"batch": 3, **LAYERS, **FP8},
