@@ -11,6 +11,7 @@ _HERE: dict[str, str | None] = {
     "prefix_caching_hash_algo": "hash_algorithm", "use_v2_block_manager": "manager",
     "async_scheduling": "overlap", "compilation_config": "cuda_graphs",
     "revision": "model='NAME@REVISION'", "load_format": "random_weights",
+    "eos": "stop_token_ids", "allowed_token_ids": "logit_bias, with -inf for all other tokens",
     "use_beam_search": "beam_width", "num_beams": "beam_width", "num_return_sequences": "n",
     "best_of": "n with logprobs=0, and rank the outputs by cumulative_logprob",
     "max_new_tokens": "max_tokens", "do_sample": "temperature", "output_kind": "LLM.stream",
@@ -21,7 +22,9 @@ _HERE: dict[str, str | None] = {
     "download_dir", "hf_config", "hf_overrides", "cpu_offload_gb", "pipeline_parallel_size",
     "data_parallel_size", "distributed_executor_backend", "disable_log_stats", "enable_lora",
     "limit_mm_per_prompt", "speculative_config", "rope_scaling", "guided_decoding",
-    "structured_outputs", "logits_processors", "allowed_token_ids", "prompt_logprobs",
+    "structured_outputs", "logits_processors", "prompt_logprobs", "hf_token", "task",
+    "tokenizer_revision", "max_seq_len_to_capture", "enable_sleep_mode", "calculate_kv_scales",
+    "max_logprobs",
     "truncate_prompt_tokens", "include_stop_str_in_output", "detokenize", "early_stopping",
     "spaces_between_special_tokens", "extra_args",
 ))  # fmt: skip

@@ -68,6 +68,8 @@ def main(arguments: list[str] | None = None) -> int:
         )
     except SystemExit as exit:
         return int(exit.code or 0)
+    except BrokenPipeError:
+        raise
     except (OptionsError, FolderInUse, NoCluster, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

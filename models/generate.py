@@ -47,7 +47,7 @@ class Arguments:
     skip_special_tokens: bool = True
     device: str | None = None
     dtype: str | None = None
-    kv_cache_dtype: Literal["fp8_e4m3"] | None = None
+    kv_cache_dtype: Literal["auto", "fp8_e4m3"] | None = None
     """Dtype of the KV cache; by default the model's dtype."""
     attention_backend: Literal["triton", "torch", "flash_attn"] | None = None
     manager: str = "vllm_v1"
@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise ValueError("--prompt: needs at least one prompt")
         if args.chat and args.prompt_ids:
             raise ValueError("--chat: takes each --prompt as a message, and no --prompt-ids")
-        options["model"] = args.model or default_model()
+        options["model"] = default_model() if args.model is None else args.model
         names = {field.name for field in dataclasses.fields(SamplingParams)}
         given = {name: options.pop(name) for name in names & options.keys()}
         given = {name: value for name, value in given.items() if value is not None}
@@ -96,6 +96,11 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except Exception as error:
+        if ":" not in args.manager:
+            raise
+        print(f"error: {args.manager}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
     for output in outputs:
         _print(output, params)
     return 0

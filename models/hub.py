@@ -5,6 +5,8 @@ import importlib.util
 import re
 from pathlib import Path
 
+from cache.checks import shown
+
 _HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 _FILES = ["*.json", "*.jinja", "*.safetensors"]
 
@@ -18,6 +20,8 @@ def checkpoint_path(model: str | Path) -> Path:
 
     Raises FileNotFoundError if ``model`` is neither a path nor a checkpoint that can be downloaded.
     """
+    if not isinstance(model, str | Path):
+        raise ValueError(f"model={shown(model)}: needs a path, a name on the hub or a ModelConfig")
     path = Path(model)
     if path.exists():
         return path

@@ -158,6 +158,8 @@ class LLMOptions(Options):
         if not isinstance(self.seed, int):
             raise ValueError(f"seed={self.seed!r}: needs an int")
         given = self.manager_options or {}
+        if not isinstance(given, Mapping):
+            raise ValueError(f"manager_options={shown(given)}: needs a mapping")
         for name in ("sliding_window", "groups"):
             if given.get(name) is not None:
                 raise ValueError(
@@ -343,6 +345,8 @@ class LLM:
             )
         chats = as_list(messages)
         chats = [chats] if chats and isinstance(chats[0], Mapping) else chats
+        if not isinstance(chat_template_kwargs, Mapping | None):
+            raise ValueError(f"chat_template_kwargs={shown(chat_template_kwargs)}: needs a mapping")
         options = template_options | dict(chat_template_kwargs or {})
         texts = [self.chat_template.render(chat, **options) for chat in chats]
         # The rendered text already has the special tokens.
@@ -418,6 +422,8 @@ class LLM:
             raise ValueError(
                 "prompt: a text needs a tokenizer.json in the model's folder; pass token ids"
             )
+        if not isinstance(text, str):
+            raise ValueError(f"prompt: needs a text, got {shown(text)}")
         with tokenizer_errors(f"prompt: {reprlib.repr(text)}"):
             text.encode()  # the error names a lone surrogate
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids

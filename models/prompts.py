@@ -97,7 +97,10 @@ def split_prompt(
     A mapping has vLLM's keys: "prompt" or "prompt_token_ids" (of both the ids count), and perhaps
     "cache_salt".  Raises ValueError for a mapping with other keys, and for what is no prompt."""
     if isinstance(prompt, SaltedPrompt):
-        return *split_prompt(prompt.prompt, encode)[:2], prompt.cache_salt
+        text, token_ids, salt = split_prompt(prompt.prompt, encode)
+        if salt is not None:
+            raise ValueError(f"prompt: has the cache salts {shown(salt)} and {prompt.cache_salt!r}")
+        return text, token_ids, prompt.cache_salt
     if isinstance(prompt, str):
         return prompt, encode(prompt), None
     if not isinstance(prompt, Mapping):

@@ -9,7 +9,7 @@ import math
 import time
 import warnings
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
@@ -145,6 +145,8 @@ class Engine:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params={params!r}: needs SamplingParams")
         self._check_session(params.session)
+        if isinstance(prompt_token_ids, Set | Mapping):
+            raise ValueError(f"prompt: needs a list of token ids, got {shown(prompt_token_ids)}")
         try:
             prompt_token_ids = pack_token_ids(prompt_token_ids)
         except Exception as error:  # iterators raise any

@@ -183,8 +183,8 @@ _FIELDS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], bool], str]] = {
     ),
     "logit_bias": (
         lambda v: {_int(token): _number(bias) for token, bias in dict(v or ()).items()} or None,
-        lambda v: v is None or (min(v) >= 0 and all(bias < math.inf for bias in v.values())),
-        "a mapping of token ids to numbers; -inf excludes a token",
+        lambda v: v is None or (min(v) >= 0 and all(bias <= 1e38 for bias in v.values())),
+        "a mapping of token ids to numbers up to 1e38; -inf excludes a token",
     ),
     "max_tokens": (
         _int_or_none,

@@ -110,7 +110,12 @@ def run_locally(tasks: Sequence[Task], *, jobs: int) -> Generator[Outcome]:
                 task = waiting[group].popleft()
                 if not waiting[group]:
                     del waiting[group]
-                running[pools[worker].submit(execute, task)] = (worker, task)
+                # A new process inherits the mask: it may not be interrupted while it imports.
+                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+                try:
+                    running[pools[worker].submit(execute, task)] = (worker, task)
+                finally:
+                    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             done, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in done:
                 worker, task = running.pop(future)
@@ -146,7 +151,6 @@ def _next_group(
 
 def _set_up(threads: int) -> None:
     """Prepare a worker process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the sweep handles Ctrl-C
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # PyTorch uses the largest of these variables, so the user's value must apply to all of them.
     limit = os.environ.setdefault("OMP_NUM_THREADS", str(threads))

@@ -1,7 +1,10 @@
 """The command line on the real experiments, and on tiny cells."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 
 import pandas as pd
 import pytest
@@ -9,6 +12,7 @@ import torch
 
 from experiments import cli, style
 from experiments.harness import sweep
+from experiments.harness.environment import REPOSITORY
 from experiments.harness.store import Store
 from experiments.harness.workers import run_here
 from experiments.registry import EXPERIMENTS
@@ -151,3 +155,15 @@ def test_reproduce_is_quick_spares_the_full_results_and_says_what_needs_a_gpu(ti
     assert "Published" not in (tmp_path / "results" / "quick" / "report.html").read_text()
     absent = {path.name for path in tmp_path.glob("results/quick/tiny_gpu/cpu/*")}
     assert absent == {".cells", "sweep.log"}, "without a row there is no table"
+
+
+@pytest.mark.parametrize("closed", [True, False], ids=["pipe", "disk"])
+def test_output_that_cannot_be_written_is_no_traceback(closed):
+    read, write = os.pipe() if closed else (None, os.open("/dev/full", os.O_WRONLY))
+    if closed:
+        os.close(read)
+    with os.fdopen(write, "w") as out:
+        command = [sys.executable, "-m", "experiments", "list"]
+        ran = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY)
+    assert ran.returncode == 2
+    assert ran.stderr == ("" if closed else "error: [Errno 28] No space left on device\n")

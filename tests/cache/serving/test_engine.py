@@ -176,6 +176,7 @@ def test_statistics():
     ("tokens", "params", "keys", "message"),
     [
         ([], GREEDY, {}, "prompt: has no tokens"),
+        ({3: 1}, GREEDY, {}, "prompt: needs a list of token ids, got {3: 1}"),
         ([1, 13], GREEDY, {}, "token ids from 1 to 13; needs ids from 0 to 12"),
         ([3, -1], GREEDY, {}, r"prompt: token_ids\[1\]=-1: a token id is an int in"),
         ([1.0], GREEDY, {}, r"prompt: token_ids\[0\]=1.0: a token id is an int in"),
