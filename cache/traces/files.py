@@ -34,8 +34,10 @@ MAX_LINE_BYTES = 2**26
 _MOONCAKE_FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 _CSV_FIELDS = ("time", "timestamp", "input_length", "hash_ids", "output_length")
 AZURE_COLUMNS = "time=TIMESTAMP,input_length=ContextTokens,output_length=GeneratedTokens"
-_WORD = re.compile(r"""[^][\s,;|'"]+""")
+_AROUND_IDS = "[](){}'\" "
+_WORD = re.compile(r"""[^\s,;|'"]+""")
 """An id in a cell with several ids."""
+_NOT_AN_ID = re.compile(r"none|nan|null|<na>|.*[][(){}].*", re.IGNORECASE)
 _INTEGER = re.compile("0|-?[1-9][0-9]*")
 _EPOCH = datetime.fromtimestamp(0, UTC)
 
@@ -72,7 +74,7 @@ def read_lines(path: Path, max_decompressed_bytes: int = 1 << 30) -> Iterator[tu
     than ``MAX_LINE_BYTES``.  Raises OSError for a file that cannot be opened.
     """
     _, file_format, compression = split_suffixes(path)
-    if file_format is None:
+    if file_format is None and not path.is_dir():
         raise TraceError(
             path, 1, f"unknown extension {path.suffix!r}; known: {_known_extensions(FORMATS)}"
         )
@@ -145,18 +147,18 @@ class RecordParser:
     A call returns ``(timestamp_ms, input_length, output_length, hash_ids, further)``, or None for
     the header of a CSV file.  ``further`` contains all further numbers and texts of a JSON object.
     Values are not checked.  For CSV, timestamps are milliseconds since the first row (precise to 1
-    us).  Raises ValueError for a line that does not parse, a missing field and a negative timestamp
-    in JSON.
+    us).  Raises ValueError for a line that does not parse, a missing field, a number below 0 as
+    time, and dates and numbers as times of one file.
 
-    columns: the columns of a CSV file, see ``load_trace``.  Raises ValueError for an unknown field,
-    and for columns without times or without prompts.
+    columns: the columns of a CSV file, see ``load_trace``.  Raises ValueError for another type, an
+    unknown field, and for columns without times or without prompts.
     """
 
     def __init__(self, file_format: str | None, columns: str | Mapping[str, str | int]):
         self._format = file_format
         self._columns = _column_map(columns)
         self._header: list[str] = []
-        self._start: float | None = None
+        self._first: tuple[bool, float] | None = None
         self._words: dict[str, int] = {}
         csv.field_size_limit(MAX_LINE_BYTES)
 
@@ -164,22 +166,25 @@ class RecordParser:
         if self._format == ".jsonl":
             return _mooncake_record(line)
         try:
-            cells = [cell.strip() for cell in next(csv.reader([_decoded(line)], strict=True))]
+            rows = csv.reader([_decoded(line)], strict=True, skipinitialspace=True)
+            cells = [cell.strip() for cell in next(rows)]
         except csv.Error as error:
             raise ValueError(f"malformed CSV: {error}") from None
         if self._header:
             return self._csv_record(cells)
+        self._header, kind = cells, "header"
+        if all(map(str.isdecimal, self._columns.values())):
+            self._header, kind = [f"column {number + 1}" for number in range(len(cells))], "row"
+            self._columns = {field: f"column {name}" for field, name in self._columns.items()}
         names = self._columns.values()
-        has_header = not all(map(str.isdecimal, names))
-        self._header = cells if has_header else [str(number + 1) for number in range(len(cells))]
         if missing := [name for name in names if name not in self._header]:
             raise ValueError(
-                f"a CSV trace starts with a header that names {', '.join(names)}; missing "
+                f"a CSV trace starts with a {kind} that has {', '.join(names)}; missing "
                 f"{', '.join(missing)} in {reprlib.repr(','.join(cells))}. Name its own columns "
                 'with columns (--columns), such as "time=ts,input_length=prompt"'
             )
         unique_keys([(cell, None) for cell in self._header if cell in names])
-        return None if has_header else self._csv_record(cells)
+        return None if kind == "header" else self._csv_record(cells)
 
     def _csv_record(self, cells: list[str]) -> tuple:
         if len(cells) != len(self._header):
@@ -188,17 +193,29 @@ class RecordParser:
         now, ids, lengths = 0.0, list[float](), dict[str, float]()
         for field, name in self._columns.items():
             if field == "hash_ids":
-                ids = [*map(self._id, _WORD.findall(row[name]))]
+                ids = [self._id(name, id_) for id_ in _WORD.findall(row[name].strip(_AROUND_IDS))]
             elif "length" in field:
                 lengths[field] = _integer(name, row[name])
             else:
-                now = _microseconds(name, row[name], field)
-        self._start = now if self._start is None else self._start
+                now = self._milliseconds(name, row[name], field)
         input_length = lengths.get("input_length", len(ids))
-        return (now - self._start) / 1000, input_length, lengths.get("output_length", 0), ids, {}
+        return now, input_length, lengths.get("output_length", 0), ids, {}
 
-    def _id(self, word: str) -> float:
+    def _milliseconds(self, name: str, text: str, field: str) -> float:
+        """Since the first row."""
+        is_date, now = _microseconds(name, text, field)
+        was_date, start = self._first = self._first or (is_date, now)
+        if is_date != was_date or not (is_date or 0 <= now < math.inf):
+            needs = (
+                "date and time as in the first row" if was_date else "finite number of at least 0"
+            )
+            raise ValueError(f"{name} must be a {needs}, got {reprlib.repr(text)}")
+        return (now - start) / 1000
+
+    def _id(self, name: str, word: str) -> float:
         """The integer ``word``; an integer that no file has for another word."""
+        if _NOT_AN_ID.fullmatch(word):
+            raise ValueError(f"{name} must have integers or words as ids, got {reprlib.repr(word)}")
         if _INTEGER.fullmatch(word):
             return _as_int(word)
         return self._words.setdefault(word, -(2**62) - len(self._words))
@@ -206,38 +223,40 @@ class RecordParser:
 
 def _column_map(columns: str | Mapping[str, str | int]) -> dict[str, str]:
     """The column of each field."""
+    pairs = list[tuple[str, str]]()
     if isinstance(columns, str):
         halves = [pair.partition("=") for pair in columns.split(",")]
-        if not all(field.strip() and name.strip() for field, _, name in halves):
-            text = reprlib.repr(columns)
-            raise ValueError(
-                f"columns: needs pairs such as time=ts,input_length=prompt, got {text}"
-            )
-        columns = unique_keys([(field.strip(), name.strip()) for field, _, name in halves])
-    if unknown := columns.keys() - set(_CSV_FIELDS):
+        pairs = [(field.strip(), name.strip()) for field, _, name in halves]
+    elif isinstance(columns, Mapping):
+        pairs = [(str(field), str(name)) for field, name in columns.items()]
+    if not (pairs and all(map(all, pairs))):
+        text = reprlib.repr(columns)
+        raise ValueError(f"columns: needs pairs such as time=ts,input_length=prompt, got {text}")
+    named = unique_keys(pairs)
+    if unknown := named.keys() - set(_CSV_FIELDS):
         choices = ", ".join(_CSV_FIELDS)
         raise ValueError(f"columns: {min(unknown)!r} is unknown; choose from {choices}")
     for needed, most in ((_CSV_FIELDS[:2], 1), (_CSV_FIELDS[2:4], 2)):
-        if not 1 <= len(columns.keys() & set(needed)) <= most:
-            raise ValueError(f"columns: needs {' or '.join(needed)}, got {', '.join(columns)}")
-    return {field: str(name) for field, name in columns.items()}
+        if not 1 <= len(named.keys() & set(needed)) <= most:
+            raise ValueError(f"columns: needs {' or '.join(needed)}, got {', '.join(named)}")
+    return named
 
 
-def _microseconds(name: str, text: str, field: str) -> float:
-    """Since 1970 for a date and time; for a number, the number in microseconds."""
+def _microseconds(name: str, text: str, field: str) -> tuple[bool, float]:
+    """True and the time since 1970 for a date and time; False and the time for a number."""
+    unit, scale = ("seconds", 1e6) if field == "time" else ("milliseconds", 1e3)
+    with contextlib.suppress(ValueError):
+        return False, float(text) * scale
     try:
-        if ":" not in text and text.count("-") < 2:
-            return float(text) * (1e6 if field == "time" else 1e3)
         moment = datetime.fromisoformat(text)
     except ValueError:
-        unit = "seconds" if field == "time" else "milliseconds"
         text = reprlib.repr(text)
         raise ValueError(
             f"{name} must be a date and time or a number of {unit}, got {text}"
         ) from None
     # Azure's files of 2024 have a time zone.  For files of 2023, UTC is assumed.
     moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
-    return (moment - _EPOCH) / timedelta(microseconds=1)
+    return True, (moment - _EPOCH) / timedelta(microseconds=1)
 
 
 def _integer(name: str, digits: str) -> float:

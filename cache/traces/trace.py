@@ -309,9 +309,9 @@ def load_trace(
     ``columns``, such as ``"time=ts,input_length=prompt"`` or a dict, maps fields to the columns of
     a CSV file: names in its header, or numbers from 1 if it has no header.  The fields are ``time``
     (a date and time, or seconds) or ``timestamp`` (milliseconds), ``input_length`` (without it each
-    id counts as one token), ``output_length`` (without it 0) and ``hash_ids`` (integers or
-    words, separated by spaces, commas or semicolons).  None: Azure's columns, without block ids.
-    Timestamps of CSV are relative to the first row.
+    id counts as one token), ``output_length`` (without it 0) and ``hash_ids`` (integers or words,
+    separated by spaces, commas or semicolons, with or without brackets around all).  None: Azure's
+    columns, without block ids.  Timestamps of CSV are relative to the earliest row.
 
     ``block_size`` is the publisher's; None infers it from the data.  Mooncake gives an id to every
     block, including a partly filled last block: ``len(hash_ids) == ceil(input_length /
@@ -331,16 +331,19 @@ def load_trace(
     0, ``hash_ids`` that are not integers, repeat within a request, follow different ids in two
     lines or do not match ``input_length``, a further number that is not finite, a text that is not
     Unicode, a key or column that is repeated, a file without requests, and an exceeded limit.
-    Raises ValueError for a ``block_size`` below 1, for ``columns`` of a file that is not CSV, with
-    an unknown field, or without times or prompts, and OSError for a file that cannot be opened.
+    Raises ValueError for a ``block_size`` below 1, for ``columns`` of a file that is not CSV, of
+    another type, with an unknown field, or without times or prompts, and OSError for a file that
+    cannot be opened.
     """
     path = Path(path)
     name, file_format, _ = split_suffixes(path)
     if columns is not None and file_format != ".csv":
-        raise ValueError(f"columns: needs a .csv file, got {path.name}")
+        raise ValueError(f"columns: needs a .csv file, got {path}")
     limit = {"max_decompressed_bytes": max_decompressed_bytes}
     parser = RecordParser(file_format, AZURE_COLUMNS if columns is None else columns)
-    return read_requests(path, parser, name, block_size, **limit)
+    trace = read_requests(path, parser, name, block_size, **limit)
+    earliest = min(trace.timestamps_ms[0], 0)  # below 0 if a row of CSV is before the first row
+    return replace(trace, timestamps_ms=trace.timestamps_ms - earliest)
 
 
 def read_requests(

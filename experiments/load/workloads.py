@@ -119,15 +119,18 @@ class OnTraces(Options):
         names = [split_suffixes(path)[0] for path in self.trace]
         if len(set(names)) < len(names):
             raise ValueError(f"--trace: needs traces of different names, got {', '.join(names)}")
-        if self.trace_columns and set(map(str, self.trace)) <= cache.WORKLOADS.keys():
-            raise ValueError("--columns: needs --trace FILE.csv")
+        tables = [path for path in self.trace if split_suffixes(path)[1] == ".csv"]
+        if self.trace_columns is not None and not tables:
+            got = ", ".join(map(str, self.trace)) or "no --trace"
+            raise ValueError(f"--columns: needs --trace FILE.csv, got {got}")
         for path in self.trace:
+            columns = self.trace_columns if path in tables else None
             if str(path) in cache.WORKLOADS:
                 yield Workload(str(path), self.seed, num_requests)
                 continue
-            if not (_whole(path, self.trace_columns).has_blocks or lengths_suffice):
+            if not (_whole(path, columns).has_blocks or lengths_suffice):
                 raise ValueError(f"{path} has lengths only: a replay needs block ids (hash_ids)")
-            yield TraceFile(InputFile.of(path), num_requests, columns=self.trace_columns)
+            yield TraceFile(InputFile.of(path), num_requests, columns=columns)
         if not self.trace:
             yield from (TraceFile(InputFile.of(path), num_requests) for path in REAL_TRACES)
 

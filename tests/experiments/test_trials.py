@@ -5,6 +5,7 @@ import re
 import pandas as pd
 import pytest
 
+import cache
 from experiments import cli
 from experiments.load import workloads
 
@@ -49,12 +50,15 @@ def test_a_policy_is_tried_on_a_trace_of_ones_own_in_pools_of_ones_own(
     """LRU and the optimum are replayed in the same pools, also for a policy in Python."""
     file, out = tmp_path / "own.csv", tmp_path / "out"
     file.write_text("".join(f"{t},{b}\n" for t, b in enumerate("abcabdabcabd")))
+    lines = tmp_path / "lines.jsonl"
+    cache.save_trace(cache.load_trace(file, columns="time=1,hash_ids=2"), lines)
     policy_file.write_text(_POLICY.replace("priority today", "").replace("raise", "return 0 #"))
-    own = ["--trace", str(file), "--columns", "time=1,hash_ids=2", "--capacity-percent", "50", "75"]
+    own = ["--trace", str(file), "--trace", str(lines), "--columns", "time=1,hash_ids=2"]
+    own += ["--capacity-percent", "50", "75"]
     assert cli.main(["try", f"{policy_file}:Broken", *own, "--out", str(out)]) == 0
     printed = capsys.readouterr().out
-    line = r"^own, mean of pools of 50, 75 %: .*LRU 25.0%, optimum 37.5%\); .*; rank \d of 2"
-    assert re.search(line, printed)
+    line = r"(own|lines), mean of pools of 50, 75 %: .*LRU 25.0%, optimum 37.5%\); .*; rank \d of 2"
+    assert set(re.findall(line, printed)) == {"own", "lines"}
     summary = pd.read_csv(out / "summary.csv").set_index("policy")["mean_block_hit_rate"]
     assert summary.idxmax() == "belady"
     assert set(summary.index) == {"lru", "belady", "my_policy.py:Broken"}
@@ -67,7 +71,8 @@ def test_a_policy_is_tried_on_a_trace_of_ones_own_in_pools_of_ones_own(
         ("{file}:Recnt", "{file}:Recnt: .* has no eviction policy class Recnt; it defines Recent"),
         ("{file}:Broken", "{file}:Broken: RuntimeError: no priority today"),
         ("lru --trace nope.csv", ".*No such file or directory: 'nope.csv'"),
-        ("lru --columns time=ts,hash_ids=b", "--columns: needs --trace FILE.csv"),
+        ("lru --columns time=ts,hash_ids=b", "--columns: needs --trace FILE.csv, got no --trace"),
+        ("lru --trace .", r".*Is a directory: '\.'"),
         ("lru --trace rag --trace rag", "--trace: needs traces of different names, got rag, rag"),
         ("lru --capacity-percent 0", "--capacity-percent 0: needs a number above 0, at most 100"),
     ],
