@@ -97,9 +97,8 @@ def _verdict(tried: pd.DataFrame, known: pd.DataFrame) -> str:
     online = means.drop([*_KNOW_THE_FUTURE, tried["policy"].iloc[0]], errors="ignore")
     pools = ", ".join(f"{100 * pool:g}" for pool in sorted(rows["capacity_fraction"].unique()))
     closed = (mine - lru) / (optimum - lru) if optimum > lru else 0
-    gap = (
-        f"closes {closed:.0%} of the gap" if closed >= 0 else f"{-closed:.0%} of the gap below LRU"
-    )
+    share = f"{abs(closed):.0%} of the gap"
+    gap = f"closes {share}" if closed >= 0 else f"{share} below LRU"
     return (
         f"{tried['trace'].iloc[0]}, mean of pools of {pools} %: {mine:.1%} of blocks hit "
         f"(LRU {lru:.1%}, optimum {optimum:.1%}); {gap}; "

@@ -75,9 +75,8 @@ def read_lines(path: Path, max_decompressed_bytes: int = 1 << 30) -> Iterator[tu
     """
     _, file_format, compression = split_suffixes(path)
     if file_format is None and not path.is_dir():
-        raise TraceError(
-            path, 1, f"unknown extension {path.suffix!r}; known: {_known_extensions(FORMATS)}"
-        )
+        known = _known_extensions(FORMATS)
+        raise TraceError(path, 1, f"unknown extension {path.suffix!r}; known: {known}")
     left = at_least(1, "max_decompressed_bytes", max_decompressed_bytes, math.inf) + 1
     number, pending, length = 1, [], 0
     try:
@@ -223,13 +222,11 @@ class RecordParser:
 
 def _column_map(columns: str | Mapping[str, str | int]) -> dict[str, str]:
     """The column of each field."""
-    pairs = list[tuple[str, str]]()
+    halves: Iterable = columns.items() if isinstance(columns, Mapping) else [("", "")]
     if isinstance(columns, str):
-        halves = [pair.partition("=") for pair in columns.split(",")]
-        pairs = [(field.strip(), name.strip()) for field, _, name in halves]
-    elif isinstance(columns, Mapping):
-        pairs = [(str(field), str(name)) for field, name in columns.items()]
-    if not (pairs and all(map(all, pairs))):
+        halves = [pair.partition("=")[::2] for pair in columns.split(",")]
+    pairs = [(str(field).strip(), str(name).strip()) for field, name in halves]
+    if not all(map(all, pairs)):
         text = reprlib.repr(columns)
         raise ValueError(f"columns: needs pairs such as time=ts,input_length=prompt, got {text}")
     named = unique_keys(pairs)
@@ -250,10 +247,8 @@ def _microseconds(name: str, text: str, field: str) -> tuple[bool, float]:
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
-        text = reprlib.repr(text)
-        raise ValueError(
-            f"{name} must be a date and time or a number of {unit}, got {text}"
-        ) from None
+        needs = f"a date and time or a number of {unit}"
+        raise ValueError(f"{name} must be {needs}, got {reprlib.repr(text)}") from None
     # Azure's files of 2024 have a time zone.  For files of 2023, UTC is assumed.
     moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
     return True, (moment - _EPOCH) / timedelta(microseconds=1)
@@ -273,9 +268,8 @@ def write_lines(path: Path, lines: Iterable[str]) -> None:
     """
     _, file_format, compression = split_suffixes(path)
     if file_format != ".jsonl":
-        raise ValueError(
-            f"path must end in {_known_extensions(('.jsonl',))} to be written, got {path.name!r}"
-        )
+        known = _known_extensions((".jsonl",))
+        raise ValueError(f"path must end in {known} to be written, got {path.name!r}")
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
     try:
         with open(temporary, "xb") as file, _compressed(file, compression) as stream:

@@ -108,11 +108,8 @@ class Trace:
         finite number nor text, and a ``block_size`` below 1.
         """
         where = "requests[{}]".format
-
-        def error(index: int, reason: str) -> ValueError:
-            return ValueError(f"{where(index)}: {reason}")
-
-        return collected(enumerate(requests), tuple, error, where, name, block_size)
+        rows = enumerate(requests), tuple, (lambda i, reason: ValueError(f"{where(i)}: {reason}"))
+        return collected(*rows, where, name, block_size)
 
     @property
     def num_requests(self) -> int:
@@ -137,13 +134,8 @@ class Trace:
     def digest(self) -> str:
         """128-bit hash of the requests and the block size, as 32 hex digits.  Ignores the name."""
         digest = hashlib.blake2b(repr((self.block_size, len(self))).encode(), digest_size=16)
-        for values in (
-            self.timestamps_ms,
-            self.input_lengths,
-            self.output_lengths,
-            self.block_ids,
-            self.offsets,
-        ):
+        lengths = self.input_lengths, self.output_lengths
+        for values in (self.timestamps_ms, *lengths, self.block_ids, self.offsets):
             digest.update(values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes())
         for name, column in sorted(self.columns.items()):
             digest.update(f"{name}{column.tolist()}".encode())
@@ -489,9 +481,8 @@ def placed(error: Callable[[Any, str], ValueError], place: Any) -> Iterator[None
 def _timestamp(value) -> float:
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_number or not abs(value) <= sys.float_info.max:
-        raise ValueError(
-            f"timestamp must be a finite number of milliseconds, got {reprlib.repr(value)}"
-        )
+        got = reprlib.repr(value)
+        raise ValueError(f"timestamp must be a finite number of milliseconds, got {got}")
     return float(value)
 
 
@@ -505,10 +496,8 @@ def _ids(values) -> Sequence[int]:
         raise ValueError(f"hash_ids must be integers, got {reprlib.repr(wrong)}")
     if len(set(values)) != len(values):
         ((repeated, _),) = Counter(values).most_common(1)
-        raise ValueError(
-            f"hash_ids repeat {reprlib.repr(repeated)}: an id is unique to its prefix, so it "
-            "cannot come twice"
-        )
+        reason = "an id is unique to its prefix, so it cannot come twice"
+        raise ValueError(f"hash_ids repeat {reprlib.repr(repeated)}: {reason}")
     return values
 
 
@@ -524,10 +513,8 @@ def _two_prefixes(
     wrong = np.flatnonzero(before[:-1] != before[first][block_ids])
     if not len(wrong):
         return None
-    block, names = (
-        block_ids[wrong[0]],
-        [*(reprlib.repr(ids[i]) for i in first.tolist()), "the start"],
-    )
+    block = block_ids[wrong[0]]
+    names = [*(reprlib.repr(ids[i]) for i in first.tolist()), "the start"]
     positions = np.array([wrong[0], first[block]])
     later, earlier = (np.searchsorted(offsets, positions, side="right") - 1).tolist()
     now, then = (names[other] for other in before[positions])

@@ -204,10 +204,7 @@ FIELDS_NOT_TAKEN = [
     ("output_length", [-5, True, "3"], "output_length=.*: needs an int of at least 0"),
     ("input_length", [2**63], "input_length=.*: needs an int of at most 2147483647"),
     ("hash_ids", [3, {"0": 1}, "01", None], "hash_ids must be a list of integers, got"),
-    ("hash_ids", [[0, 1.0]], "must be integers, got 1.0"),
-    ("hash_ids", [[0, True]], "must be integers, got True"),
-    ("hash_ids", [["a"]], "must be integers, got 'a'"),
-    ("hash_ids", [[[0]]], r"must be integers, got \[0\]"),
+    ("hash_ids", [[0, 1.0], [0, True], ["a"], [[0]]], r"must be integers, got (1\.0|True|'a'|\[0)"),
     ("hash_ids", [[4, 7, 4, 7]], "repeat 4"),
 ]
 LINES_NOT_TAKEN += [
@@ -218,14 +215,11 @@ LINES_NOT_TAKEN += [
 
 ROWS_NOT_TAKEN = [
     (b"2023-11-16 18:17:03,5", "needs 3 columns, got 2"),
-    (b"2023-11-16 18:17:03,5,6,7", "needs 3 columns, got 4"),
     (b"yesterday,5,6", "TIMESTAMP must be a date and time or a number of seconds, got 'yesterday'"),
-    (b",5,6", "TIMESTAMP must be a date and time or a number of seconds, got ''"),
     (b"nan,5,6", "TIMESTAMP must be a date and time as in the first row, got 'nan'"),
     (b'2023-11-16 18:17:03,"5,6', "malformed CSV: unexpected end of data"),
     (b"2023-11-16 18:17:03,-5,6", "input_length=-5: needs an int of at least 0"),
     (b"2023-11-16 18:17:03,5.0,6", "ContextTokens must be an integer, got '5.0'"),
-    (b"2023-11-16 18:17:03,5,", "GeneratedTokens must be an integer, got ''"),
     (b"2023-11-16 18:17:03,1_0,6", "ContextTokens must be an integer, got '1_0'"),
     ("2023-11-16 18:17:03,5,٣".encode(), "GeneratedTokens must be an integer, got '٣'"),
 ]
@@ -251,9 +245,7 @@ def test_a_malformed_line_is_an_error_with_its_place(tmp_path, name, line, reaso
     ("name", "data", "reason"),
     [
         ("t.json", json_lines(record()), "unknown extension '.json'"),
-        ("t", json_lines(record()), "unknown extension ''"),
         ("t.jsonl.xz", b"", "unknown extension '.xz'; known: .jsonl, .jsonl.gz, .jsonl.zst, .csv,"),
-        ("t.jsonl", b"", "holds no requests"),
         ("t.jsonl", b"\n \n", "holds no requests"),
         ("t.jsonl.gz", b"", "holds no requests"),
         ("t.jsonl.gz", gzip.compress(b"", mtime=0), "holds no requests"),
