@@ -8,9 +8,10 @@ import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import spec_from_file_location
 from pathlib import Path
+from threading import Timer
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,20 +31,26 @@ class _Check(KernelAccuracy):
     file: str
     """File of the op."""
     num_splits: int | None = None
+    layout: str = "NHD"
+    """Of the caches, see ``kernels.testing.inputs``.  If "unlike", rows of tables lie apart."""
 
     def case(self, device: str, **sizes: Any) -> Any:
         if self.num_splits:
             names = ["num_splits"] + ["num_prefix_splits"] * self.kernel.startswith("shared_prefix")
             sizes |= _LENGTHS | {"options": dict.fromkeys(names, self.num_splits)}
-        return super().case(device, **sizes)
+        made = super().case(device, layout=self.layout, **sizes)
+        for name, tensor in made.inputs.items():
+            if self.layout == "unlike" and name.endswith("block_tables"):
+                made.inputs[name] = tensor.repeat(1, 2)[:, : tensor.shape[1]]
+        return made
 
     @property
     def label(self) -> str:
         return f"splits {self.num_splits}" if self.num_splits else self.feature
 
     def __str__(self) -> str:
-        blocks = f", block size {self.block_size}" if KERNELS[self.kernel].has_blocks else ""
-        return f"{self.label}, {self.dtype}{blocks}"
+        blocks = f", block size {self.block_size}, layout {self.layout}"
+        return f"{self.label}, {self.dtype}" + blocks * KERNELS[self.kernel].has_blocks
 
 
 class _ImportFailed(Exception):
@@ -75,11 +82,12 @@ def check_kernel(
     grids = [_Check(**axes, feature=features, file=str(file))]
     grids += [_Check(**axes, feature=("split",), num_splits=n, file=str(file)) for n in _SPLITS]
     cases: list[Any] = [case for grid in grids for case in cells(grid)]
-    cases.sort(key=lambda case: (case.num_splits or 0, FEATURES.index(case.feature)))
+    cases.sort(key=lambda case: (case.num_splits or 0, FEATURES.index(case.feature), case.dtype))
+    cases[::2] = [replace(case, layout="unlike") for case in cases[::2]]
     sizes = list(dict.fromkeys(case.block_size for case in cases))
     print(f"{op}: largest error / bound of {len(cases)} cases")
     if KERNELS[op].has_blocks:
-        print(f"{'block size':22}" + "".join(f"{size:7}" for size in sizes), flush=True)
+        print(f"{'block size':22}" + "".join(f"{size:9}" for size in sizes), flush=True)
     tasks = [Task(str(number), _run, case) for number, case in enumerate(cases)]
     rows, num_results, num_failed = defaultdict[tuple, dict[int, str]](dict), 0, 0
     for outcome in run_locally(tasks, jobs=min(len(dtypes), len(os.sched_getaffinity(0)))):
@@ -96,7 +104,7 @@ def check_kernel(
         num_failed += outcome.status == "failed" or bool(wrong)
         row = rows[case.label, case.dtype]
         ratios = [result["error"] / result["bound"] for result in results]
-        row[case.block_size] = f"{max(ratios):7.2f}" if ratios else f"{'-':>7}"
+        row[case.block_size] = f" {max(ratios):8.3g}" if ratios else f"{'-':>9}"
         if len(row) == len(sizes):
             print(f"{case.label:12}{case.dtype:10}", *map(row.get, sizes), sep="", flush=True)
     verdict = f"{num_failed} of {len(cases)} cases FAILED" if num_failed else "all within"
@@ -141,4 +149,9 @@ def _run(case: _Check) -> list[dict[str, Any]]:
             import kernels  # noqa: F401
         except (Exception, SystemExit) as error:
             raise _ImportFailed(f"{type(error).__name__}: {error}") from error
-    return run_cell(case)
+    slow = Timer(30, print, [f"{case}: still running after 30 s"], {"flush": True})
+    slow.start()
+    try:
+        return run_cell(case)
+    finally:
+        slow.cancel()

@@ -14,6 +14,8 @@ LOST_AND_NARROW = {  # a token of every chunk after the third, and a token of ev
     "        begin += (begin * 0 + chunk > 2).to(tl.int32)\n",
     "tl.maximum(context_len - window_size, 0)": "tl.maximum(context_len - window_size + 1, 0)",
 }
+DECODE = "paged_decode_attention"
+WIDTH = {"block_tables.stride(0)": "block_tables.shape[1]"}
 
 
 @pytest.fixture
@@ -33,17 +35,19 @@ def planted(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("edits", "options", "splits"),
+    ("op", "edits", "options", "splits"),
     [
-        (UNMASKED, ["none", "window", "softcap", "alibi", "sinks"], (1, 2, 3, 7, 64)),
-        (LOST_AND_NARROW, ["window"], (7, 64)),
+        (DECODE, UNMASKED, ["none", "window", "softcap", "alibi", "sinks"], (1, 2, 3, 7, 64)),
+        (DECODE, LOST_AND_NARROW, ["window"], (7, 64)),
+        (DECODE, WIDTH, ["none", "softcap", "sinks"], (2, 7)),
+        ("store_kvcache", {"offsets * stride_v_slot": "offsets * stride_k_slot"}, ["none"], ()),
     ],
-    ids=["garbage values of unused slots", "a lost token and a narrow window"],
+    ids=["values of unused slots", "lost token, narrow window", "table width", "stride of K"],
 )
-def test_planted_bugs_are_found(planted, capsys, edits, options, splits):
-    file = planted("paged_decode_attention", edits)
-    assert not check_kernel(file, dtypes=["float16"], block_sizes=[256])
-    wrong = re.findall("^WRONG (.*), float16, block size 256: out:", capsys.readouterr().out, re.M)
+def test_planted_bugs_are_found(planted, capsys, op, edits, options, splits):
+    assert not check_kernel(planted(op, edits), dtypes=["float16"], block_sizes=[256])
+    line = "^(?:WRONG|FAILED) (.*), float16, block size 256, layout .*: (?:out|v_cache|its worker)"
+    wrong = re.findall(line, capsys.readouterr().out, re.M)
     assert wrong == [*options, *(f"splits {number}" for number in splits)]
 
 
