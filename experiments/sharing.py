@@ -19,11 +19,11 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from cache import make_manager
+from cache.managers import make_manager, manager_class
 from cache.serving import open_loop
 from cache.serving.scheduler import Step
 from experiments import style
-from experiments.harness import Axis, Count, Experiment, Options, grid, one_of
+from experiments.harness import Absent, Axis, Count, Experiment, Options, grid, one_of
 from experiments.load.engine_models import Manager
 from experiments.load.own_class import named, spec_of
 from experiments.load.workloads import LONGEST, PAPER_LENGTHS, draw_lengths
@@ -43,14 +43,16 @@ class Sharing(Options):
     num_sequences: Axis[Count] = (2, 3, 4, 5, 6)
     """Samples or beams per request."""
     manager: Axis[Manager] = ("vllm_v1",)
-    """A cache manager. Managers without ``fork`` store each sequence apart."""
+    """A cache manager. Managers without ``fork`` store each sequence apart and have no beams."""
     block_size: Axis[Count] = (16,)
     num_requests: Count = 50
     """Number of requests of each data set."""
 
 
-def cells(options: Sharing) -> Iterator[Sharing]:
-    yield from grid(options, manager=map(named, options.manager))
+def cells(options: Sharing) -> Iterator[Sharing | Absent]:
+    for cell in grid(options, manager=map(named, options.manager)):
+        can_run = cell.mode == "parallel" or manager_class(spec_of(cell.manager)).can_fork
+        yield cell if can_run else Absent(f"beam search: {cell.manager} does not offer fork")
 
 
 def run_cell(cell: Sharing) -> list[dict[str, Any]]:

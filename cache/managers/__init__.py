@@ -47,8 +47,10 @@ def manager_class(manager: str | type[CacheManager]) -> type[CacheManager]:
             f"manager={shown(manager)} is unknown; choose from {', '.join(sorted(MANAGERS))}, "
             "or give a class of your own, also as file.py:ClassName"
         )
-    for offer, method in (("can_fork", "_share"), ("can_reset", "_forget")):
-        if getattr(found, offer) and not hasattr(found, method):
+    needs = {"can_fork": "_share", "can_reset": "_forget", "prefix_caching": "_match"}
+    for offer, method in needs.items():
+        own, inherited = (getattr(cls, method, None) for cls in (found, CacheManager))
+        if getattr(found, offer) and own is inherited:
             raise ValueError(f"manager={shown(manager)}: {offer} is True, so define {method}")
     return found
 

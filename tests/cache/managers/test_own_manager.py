@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from cache import CacheManager, make_manager
+from cache.managers.paged import Paged
 
 ROOT = Path(__file__).parents[3]
 OWN = """
@@ -16,9 +17,6 @@ from cache.managers.paged import Paged
 
 class Unfinished(CacheManager):
     pass
-
-class Forks(Paged):
-    can_fork = True
 
 class NeedsSize(Paged):
     def __init__(self, options, *, size):
@@ -51,13 +49,14 @@ def folder(tmp_path):
     ("name", "says"),
     [
         ("none.py:Mine", "there is no file"),
-        ("own.py:Mine", "own.py has no cache manager class Mine; it defines Unfinished, Forks"),
+        ("own.py:Mine", "own.py has no cache manager class Mine; it defines Unfinished, NeedsSize"),
         ("own.py:Unfinished", "Unfinished does not define _extend, _release, num_free_blocks"),
-        ("own.py:Forks", "can_fork is True, so define _share"),
         ("own.py:NeedsSize", "'NeedsSize' cannot be made: TypeError: .* missing 1 .* 'size'"),
         ("own.py:Raises", "'Raises' cannot be made: KeyError: 'x'"),
         ("own.py:Empty", r"'Empty': __init__ must call super\(\).__init__\(options\)"),
         (CacheManager, "CacheManager does not define _extend"),
+        (type("Forks", (Paged,), {"can_fork": True}), "can_fork is True, so define _share"),
+        (type("Caches", (Paged,), {"prefix_caching": True}), "_caching is True, so define _match"),
         (dict, r"<class 'dict'> is unknown; choose from .*or give a class of your own"),
         (make_manager("paged", num_blocks=8, block_size=4), r"=Paged\(num_blocks=8.* its class"),
     ],
