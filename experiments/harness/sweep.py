@@ -148,7 +148,7 @@ def _grid(experiment: Experiment, options: Options) -> tuple[dict[str, Options],
     except (ValueError, OSError) as error:
         raise OptionsError(str(error)) from error
     if not cells:
-        reasons = "; ".join(absent) or f"nothing follows from {options}"
+        reasons = "; ".join(dict.fromkeys(absent)) or f"nothing follows from {options}"
         raise OptionsError(f"the grid of {experiment.name} is empty: {reasons}")
     return cells, absent
 
