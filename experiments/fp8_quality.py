@@ -7,14 +7,12 @@ the largest magnitude to fp8's largest number, 448.  There is one scale per laye
 checkpoints, or one per layer and head.  ``saturated`` has the scale 1/32, so magnitudes above 14
 saturate, as magnitudes above 448 would in a model with larger keys and scale 1.
 
-Finer scales do not help, because fp8 is a floating-point format: the relative error of rounding
-does not depend on the scale while numbers stay in fp8's range, and with scale 1 they do.  Two
-caches show that scales per head are not worse for being finer: ``power of 2 per head`` rounds the
-calibrated scales up to powers of two, and ``random per head`` draws scales between 1 and 2.  A
-scale that is no power of two changes how each number rounds, and results vary with that.
-Calibrated scales also saturate numbers above the calibration's largest.  This explains a small
-part: twice the scales per head, which saturate nothing, had .0143 where scales per head had .0159
-and scale 1 .0109.
+A finer scale need not help: the relative error of a floating-point format does not depend on the
+scale while numbers stay in its range, and with scale 1 they do.  Calibrated scales per head are
+worse than scale 1.  Two caches show that this is not for being finer: ``power of 2 per head``
+rounds the calibrated scales up to powers of two, ``random per head`` draws scales between 1 and 2,
+and both are no worse than scale 1.  The cause was not found.  Calibrated scales saturate numbers
+above the calibration's largest, and a scale that is no power of two changes how each number rounds.
 
 The summary has the mean difference from the fp32 cache in the same window, in nats per token, with
 a 95 % bootstrap interval over the windows, and the same for the difference from scale 1."""

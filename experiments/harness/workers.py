@@ -111,11 +111,11 @@ def run_locally(tasks: Sequence[Task], *, jobs: int) -> Generator[Outcome]:
                 if not waiting[group]:
                     del waiting[group]
                 # A new process inherits the mask: it may not be interrupted while it imports.
-                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+                mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
                 try:
                     running[pools[worker].submit(execute, task)] = (worker, task)
                 finally:
-                    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+                    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             done, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in done:
                 worker, task = running.pop(future)
