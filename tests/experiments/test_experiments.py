@@ -46,13 +46,13 @@ def test_a_tiny_run_gives_the_table_and_the_figures(name, tiny_run, tmp_path, mo
 @pytest.mark.parametrize("name", sorted(EXPERIMENTS))
 def test_each_curve_of_a_figure_has_its_own_colour_and_marker(name, request, tmp_path, monkeypatch):
     """In the committed results, in a quick run if there is one here, and in a tiny run."""
-    folders = [*RESULTS.glob(f"{name}/*"), *RESULTS.glob(f"quick/{name}/*")]
+    tables = [*RESULTS.glob(f"{name}/*/rows.csv"), *RESULTS.glob(f"quick/{name}/*/rows.csv")]
     if name not in WITHOUT_TINY_RUN:
-        folders.append(request.getfixturevalue("tiny_run")(name).folder)
+        tables.append(request.getfixturevalue("tiny_run")(name).folder / "rows.csv")
     figures: list = []
     monkeypatch.setattr(style, "save", lambda figure, *_: figures.append(figure) or [])
-    for folder in folders:
-        EXPERIMENTS[name].plot(pd.read_csv(folder / "rows.csv"), tmp_path)
+    for table in tables:
+        EXPERIMENTS[name].plot(pd.read_csv(table), tmp_path)
         while figures:
             figure, labels = figures.pop(), {}
             for axis in figure.axes:
@@ -62,7 +62,7 @@ def test_each_curve_of_a_figure_has_its_own_colour_and_marker(name, request, tmp
                         hollow = curve.get_markerfacecolor() == "white"
                         look = curve.get_color(), curve.get_marker(), hollow
                         labels.setdefault(look, set()).add(label)
-            assert not [names for names in labels.values() if len(names) > 1], folder
+            assert not [names for names in labels.values() if len(names) > 1], table
 
 
 @pytest.mark.parametrize("name", UNTIMED)
