@@ -5,6 +5,7 @@ PyTorch is imported inside functions: the process that only hands out tests to w
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sys
@@ -39,6 +40,8 @@ def _has_gpu() -> bool:
 if not _has_gpu():
     os.environ["TRITON_INTERPRET"] = "1"
 
+gc.set_threshold(50_000, 20, 100)  # the packages make a million objects that live to the end
+
 _common = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 # Shrinking takes minutes. The failing example is stored: HYPOTHESIS_PROFILE=shrink shrinks it.
 _no_shrinking = [phase for phase in Phase if phase not in (Phase.shrink, Phase.explain)]
@@ -54,6 +57,9 @@ settings.load_profile(
 def pytest_addoption(parser):
     parser.addoption(
         "--on-device", action="store_true", help="only what runs on a GPU here: compiled kernels"
+    )
+    parser.addoption(
+        "--all", action="store_true", help="also the full crosses and long runs of make test-all"
     )
 
 
