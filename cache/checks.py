@@ -1,8 +1,8 @@
 """Checks of arguments and of a cache's internal state."""
 
+import math
 import operator
 import reprlib
-import sys
 from numbers import Real
 
 MAX_SIZE = 2**31 - 1
@@ -44,13 +44,21 @@ def at_least(minimum: int, name: str, value: int, maximum: float = MAX_SIZE) -> 
     return number
 
 
+def is_finite(value: object) -> bool:
+    """Whether ``value`` is a real number within the range of float64."""
+    try:
+        return isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:  # an int of more than 308 digits
+        return False
+
+
 def finite(name: str, value: float, *, positive: bool = False) -> float:
     """Return ``value``.  ValueError, with the argument's name, unless it is finite and at least 0.
 
     ``positive``: 0 is a ValueError too.
     """
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not (is_number and 0 <= value <= sys.float_info.max) or (positive and value == 0):
+    is_number = is_finite(value) and not isinstance(value, bool)
+    if not (is_number and value >= 0) or (positive and value == 0):
         bound = "above 0" if positive else "of at least 0"
         raise ValueError(f"{name}={shown(value)}: needs a finite number {bound}")
     return value

@@ -141,7 +141,7 @@ def convert_sessions(folder: str | os.PathLike, *, hours: float = 24.0, seed: in
     paths = sorted(Path(folder).glob("trace_*.json"))
     if not paths:
         raise ValueError(f"folder must hold trace_*.json, got {os.fspath(folder)!r}")
-    starts = np.random.default_rng(seed).uniform(0, 3600e3 * hours, len(paths)).tolist()
+    starts = (3600e3 * hours * np.random.default_rng(seed).random(len(paths))).tolist()
     numbers: defaultdict[tuple[Hashable, int], int] = defaultdict()
     numbers.default_factory = numbers.__len__
     requests, block_size = [], None

@@ -31,7 +31,7 @@ FORMATS = (".jsonl", ".csv")
 
 MAX_LINE_BYTES = 2**26
 
-_MOONCAKE_FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
+REQUIRED_FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 _CSV_FIELDS = ("time", "timestamp", "input_length", "hash_ids", "output_length")
 AZURE_COLUMNS = "time=TIMESTAMP,input_length=ContextTokens,output_length=GeneratedTokens"
 _AROUND_IDS = "[](){}'\" "
@@ -144,10 +144,10 @@ class RecordParser:
     """Parses the lines of one file in order.
 
     A call returns ``(timestamp_ms, input_length, output_length, hash_ids, further)``, or None for
-    the header of a CSV file.  ``further`` contains all further numbers and texts of a JSON object.
+    the header of a CSV file.  ``further`` has a JSON object's further fields, no lists and objects.
     Values are not checked.  For CSV, timestamps are milliseconds since the first row (precise to 1
-    us).  Raises ValueError for a line that does not parse, a missing field, a number below 0 as
-    time, and dates and numbers as times of one file.
+    us), and ``since_first`` is true.  Raises ValueError for a line that does not parse, a missing
+    field, a number below 0 as time, and dates and numbers as times of one file.
 
     columns: the columns of a CSV file, see ``load_trace``.  Raises ValueError for another type, an
     unknown field, and for columns without times or without prompts.
@@ -155,6 +155,7 @@ class RecordParser:
 
     def __init__(self, file_format: str | None, columns: str | Mapping[str, str | int]):
         self._format = file_format
+        self.since_first = file_format == ".csv"
         self._columns = _column_map(columns)
         self._header: list[str] = []
         self._first: tuple[bool, float] | None = None
@@ -264,7 +265,8 @@ def write_lines(path: Path, lines: Iterable[str]) -> None:
     """Write lines of text, compressed by extension.  The same lines give the same bytes.
 
     ``path`` is replaced after everything is written, so a failure keeps an existing file.  Raises
-    ValueError for an extension other than ``.jsonl``, ``.jsonl.gz`` and ``.jsonl.zst``.
+    ValueError for an extension other than ``.jsonl``, ``.jsonl.gz`` and ``.jsonl.zst``, and a line
+    of more than ``MAX_LINE_BYTES``.
     """
     _, file_format, compression = split_suffixes(path)
     if file_format != ".jsonl":
@@ -273,8 +275,10 @@ def write_lines(path: Path, lines: Iterable[str]) -> None:
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
     try:
         with open(temporary, "xb") as file, _compressed(file, compression) as stream:
-            for line in lines:
-                stream.write(line.encode() + b"\n")
+            for number, line in enumerate(lines, 1):
+                if len(data := line.encode()) > MAX_LINE_BYTES:
+                    raise ValueError(f"line {number} has more than {MAX_LINE_BYTES:,} bytes")
+                stream.write(data + b"\n")
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -342,14 +346,12 @@ def _mooncake_record(line: bytes) -> tuple:
     if not isinstance(record, dict):
         raise ValueError(f"must be a JSON object, got {reprlib.repr(record)}")
     try:
-        values = tuple([record[field] for field in _MOONCAKE_FIELDS])
+        values = tuple([record[field] for field in REQUIRED_FIELDS])
     except KeyError as error:
         raise ValueError(f"missing field {error.args[0]!r}") from None
-    if isinstance(values[0], int | float) and values[0] < 0:
-        raise ValueError(f"timestamp must be at least 0, got {values[0]}")
     further = record.items() if len(record) > len(values) else ()
     return *values, {
         field: value
         for field, value in further
-        if field not in _MOONCAKE_FIELDS and type(value) in (int, float, str)
+        if field not in REQUIRED_FIELDS and isinstance(value, int | float | str | None)
     }

@@ -14,7 +14,6 @@ import numbers
 import os
 import re
 import reprlib
-import sys
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,9 +23,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
-from cache.checks import at_least
+from cache.checks import MAX_SIZE, as_int, at_least, finite, is_finite, shown
 from cache.traces.files import (
     AZURE_COLUMNS,
+    REQUIRED_FIELDS,
     RecordParser,
     TraceError,
     read_lines,
@@ -102,10 +102,10 @@ class Trace:
 
         A fifth item, a mapping from names to numbers or texts, fills ``columns``.  Requests may be
         in any order.  Block ids may be any integers.  ``block_size`` None is inferred as in
-        ``load_trace``.  Raises ValueError for a timestamp that is not a finite number, a length
-        that is not an integer from 0 to 2**31 - 1, a block id that is not an integer, repeats
-        within a request or follows different ids in two requests, a further value that is neither
-        finite number nor text, and a ``block_size`` below 1.
+        ``load_trace``.  Raises ValueError for a timestamp that is not a finite number of at least
+        0, a length that is not an integer from 0 to 2**31 - 1, a block id that is not an integer,
+        repeats within a request or follows different ids in two requests, a further value that is
+        neither finite number nor text, and a ``block_size`` below 1.
         """
         where = "requests[{}]".format
         rows = enumerate(requests), tuple, (lambda i, reason: ValueError(f"{where(i)}: {reason}"))
@@ -236,7 +236,7 @@ class Trace:
         """
         import numpy as np
 
-        at_least(1, "factor", factor)
+        factor = at_least(1, "factor", factor, MAX_SIZE // (self.block_size or 1))
         # A block is unique to its prefix, so the last block of a group identifies the group.
         block_ids, offsets = _picked(
             self.block_ids, self.offsets[:-1] + factor - 1, np.diff(self.offsets) // factor, factor
@@ -296,7 +296,7 @@ def load_trace(
 
     ``path`` ends in ``.jsonl`` or ``.csv``, optionally followed by ``.gz`` or ``.zst``.  The name
     of the trace is the file's.  Further numbers and texts of a JSON object become
-    ``Trace.columns``.
+    ``Trace.columns``; true and false are 1 and 0, and null is an unknown value.
 
     ``columns``, such as ``"time=ts,input_length=prompt"`` or a dict, maps fields to the columns of
     a CSV file: names in its header, or numbers from 1 if it has no header.  The fields are ``time``
@@ -305,7 +305,8 @@ def load_trace(
     separated by spaces, commas or semicolons, with or without brackets around all).  None: Azure's
     columns, without block ids.  Timestamps of CSV are relative to the earliest row.
 
-    ``block_size`` is the publisher's; None infers it from the data.  Mooncake gives an id to every
+    ``block_size`` is the publisher's; None takes it from a field ``block_size`` of a line (null:
+    unknown), or infers it from the data if no line has this field.  Mooncake gives an id to every
     block, including a partly filled last block: ``len(hash_ids) == ceil(input_length /
     block_size)``.  Other publishers give ids to full blocks only: ``floor`` instead of ``ceil``.
     The rules are tried in this order.  A power of two that fits all requests by a rule is the block
@@ -333,9 +334,7 @@ def load_trace(
         raise ValueError(f"columns: needs a .csv file, got {path}")
     limit = {"max_decompressed_bytes": max_decompressed_bytes}
     parser = RecordParser(file_format, AZURE_COLUMNS if columns is None else columns)
-    trace = read_requests(path, parser, name, block_size, **limit)
-    earliest = min(trace.timestamps_ms[0], 0)  # below 0 if a row of CSV is before the first row
-    return replace(trace, timestamps_ms=trace.timestamps_ms - earliest)
+    return read_requests(path, parser, name, block_size, **limit)
 
 
 def read_requests(
@@ -355,19 +354,33 @@ def read_requests(
 def save_trace(trace: Trace, path: str | os.PathLike) -> None:
     """Write a trace as JSON lines that ``load_trace`` reads back.
 
-    ``path`` ends in ``.jsonl``, ``.jsonl.gz`` or ``.jsonl.zst`` (else ValueError) and is replaced
-    atomically after everything is written.  Name and block size are not saved.
+    ``path`` ends in ``.jsonl``, ``.jsonl.gz`` or ``.jsonl.zst`` and is replaced atomically after
+    everything is written.  The name is not saved.  The first line has the block size, unless
+    ``load_trace`` infers it, and the columns without values.  Raises ValueError for another
+    extension, a trace without requests and a request of more than 64 MiB of text.
     """
-    write_lines(Path(path), map(_json_line, trace))
+    if not trace:
+        raise ValueError("trace has no requests: a file needs at least one")
+    first: dict[str, Any] = {
+        name: None if column.dtype.kind == "f" else ""
+        for name, column in trace.columns.items()
+        if not ((column == column) & (column != "")).any()
+    }
+    inferred = _infer_block_size(trace.input_lengths, trace.offsets[1:] - trace.offsets[:-1])
+    if inferred is None or inferred != trace.block_size:
+        first["block_size"] = trace.block_size
+    lines = (_json_line(request, {} if number else first) for number, request in enumerate(trace))
+    write_lines(Path(path), lines)
 
 
-def _json_line(request: TraceRequest) -> str:
+def _json_line(request: TraceRequest, more: Mapping[str, Any]) -> str:
     timestamp = request.timestamp_ms
     record = {
         "timestamp": int(timestamp) if timestamp.is_integer() else timestamp,
         "input_length": request.input_length,
         "output_length": request.output_length,
         "hash_ids": request.block_ids.tolist(),
+        **more,
     }
     for name, value in request.further.items():
         if value != "" and value == value:  # known
@@ -385,8 +398,10 @@ def collected(
 ) -> Trace:
     """Make a trace of ``rows``, pairs (place, row).  ``parse`` makes a request from a row.
 
-    ``parse`` returns None for a row without a request.  Raises ``error(place, reason)`` for a
-    malformed row.  If the reason mentions another row, ``where(place)`` is the name of that row.
+    All traces are made here.  ``parse`` returns None for a row without a request.  If it has a true
+    ``since_first``, finite timestamps relative to the first row become relative to the earliest.
+    Raises ``error(place, reason)`` for a malformed row.  If the reason mentions another row,
+    ``where(place)`` is the name of that row.
     """
     import numpy as np
 
@@ -396,12 +411,13 @@ def collected(
     ids: Any = array("q")  # or a list, if an id exceeds 64 bits
     ends, places = array("q", [0]), list[Any]()
     known: defaultdict[str, list[float | str | None]] = defaultdict(list)
+    stated, since_first = list[int | None](), getattr(parse, "since_first", False)
     for place, row in rows:
         with placed(error, place):
             if (request := parse(row)) is None:
                 continue
             timestamp, input_length, output_length, hash_ids, *further = request
-            timestamps.append(_timestamp(timestamp))
+            timestamps.append(timestamp if since_first else finite("timestamp_ms", timestamp))
             inputs.append(at_least(0, "input_length", input_length))
             outputs.append(at_least(0, "output_length", output_length))
             hash_ids = _ids(hash_ids)
@@ -409,7 +425,13 @@ def collected(
                 ids.extend(hash_ids)
             except OverflowError:
                 ids = [*ids[: ends[-1]], *hash_ids]
-            for column, value in dict(*further).items():
+            facts = dict(*further)
+            if "block_size" in facts:
+                size = facts.pop("block_size")
+                stated.append(None if size is None else at_least(1, "block_size", size))
+                if stated[-1] != stated[0]:
+                    raise ValueError(f"block_size={size}: an earlier request has {stated[0]}")
+            for column, value in facts.items():
                 values = known[column]
                 values += [None] * (len(places) - len(values))
                 values.append(_known(column, value))
@@ -419,14 +441,18 @@ def collected(
             ends.append(len(ids))
             places.append(place)
 
-    timestamps_ms = np.array(timestamps, np.float64)
+    timestamps_ms = np.array(timestamps, np.float64) + 0.0  # no -0.0, which a file does not keep
+    if since_first:
+        timestamps_ms -= timestamps_ms.min(initial=0)
     input_lengths, output_lengths = np.array(inputs, np.int64), np.array(outputs, np.int64)
     block_ids, offsets = _dense(ids), np.array(ends, np.int64)
     if two_prefixes := _two_prefixes(block_ids, offsets, ids):
         later, earlier, reason = two_prefixes
         reason += f" in {where(places[earlier])}: an id is unique to its prefix"
         raise error(places[later], reason)
-    if block_size is None:
+    if block_size is None and stated:
+        block_size = stated[0]
+    elif block_size is None:
         block_size = _infer_block_size(input_lengths, np.diff(offsets))
         if block_size is None and (wrong := _unlike_most(input_lengths, np.diff(offsets))):
             number, reason = wrong
@@ -442,15 +468,16 @@ def collected(
 def _known(column: str, value: float | str | None) -> float | str | None:
     """``value``; None for NaN; a text for an integer that float64 would round.
 
-    Raises ValueError unless ``value`` is a finite number, NaN, None or a Unicode text.
+    Raises ValueError unless ``value`` is a finite number, NaN, None or a Unicode text, and
+    ``column`` a Unicode text that is not the name of a required field.
     """
-    if isinstance(value, numbers.Real):
-        is_valid = value != value or abs(value) <= sys.float_info.max
-    else:
-        is_valid = value is None or (isinstance(value, str) and not _SURROGATE.search(value))
-    if not is_valid or _SURROGATE.search(column):
-        value = reprlib.repr(value)
-        raise ValueError(f"{column!r}: needs a finite number or a Unicode text, got {value}")
+    if not isinstance(column, str) or column in REQUIRED_FIELDS:
+        raise ValueError(f"{shown(column)}: needs a text other than {', '.join(REQUIRED_FIELDS)}")
+    is_text = isinstance(value, str) and not _SURROGATE.search(value)
+    is_number = value is None or value != value or is_finite(value)
+    if _SURROGATE.search(column) or not (is_text or is_number):
+        got = shown(value)
+        raise ValueError(f"{column!r}: needs a finite number or a Unicode text, got {got}")
     if isinstance(value, numbers.Integral) and int(float(value)) != value:
         return str(value)
     return value if value == value else None
@@ -464,7 +491,7 @@ def _column(values: list[float | str | None], num_requests: int) -> np.ndarray:
     if any(isinstance(value, str) for value in values):
         texts = ["" if value is None else str(value) for value in values]
         return np.array(texts, np.dtypes.StringDType())
-    return np.array(values, np.float64)
+    return np.array(values, np.float64) + 0.0
 
 
 @contextlib.contextmanager
@@ -478,22 +505,13 @@ def placed(error: Callable[[Any, str], ValueError], place: Any) -> Iterator[None
         raise error(place, str(reason)) from None
 
 
-def _timestamp(value) -> float:
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_number or not abs(value) <= sys.float_info.max:
-        got = reprlib.repr(value)
-        raise ValueError(f"timestamp must be a finite number of milliseconds, got {got}")
-    return float(value)
-
-
 def _ids(values) -> Sequence[int]:
     if hasattr(values, "tolist"):
         values = values.tolist()
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
         raise ValueError(f"hash_ids must be a list of integers, got {reprlib.repr(values)}")
     if set(map(type, values)) - {int}:
-        wrong = next(value for value in values if type(value) is not int)
-        raise ValueError(f"hash_ids must be integers, got {reprlib.repr(wrong)}")
+        values = [as_int(f"hash_ids[{at}]", value) for at, value in enumerate(values)]
     if len(set(values)) != len(values):
         ((repeated, _),) = Counter(values).most_common(1)
         reason = "an id is unique to its prefix, so it cannot come twice"

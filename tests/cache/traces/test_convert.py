@@ -4,8 +4,10 @@ import json
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from cache import load_trace
+from cache import load_trace, save_trace
 from cache.traces.convert import convert_bailian, convert_ragpulse, convert_sessions, main
 from cache.traces.trace import TraceError
 
@@ -159,6 +161,7 @@ NO_TIME = r":1: timestamp must be a number of seconds, got '5'"
         (*BAILIAN, {"timestamp": 1.0}, r"a.jsonl:1: no 'input_length'"),
         (*BAILIAN, [1], r"a.jsonl:1: "),
         (*BAILIAN, bailian("5", 1), "a.jsonl" + NO_TIME),
+        (*BAILIAN, bailian(-1, 1), r"a.jsonl:1: timestamp_ms=-1000: needs a finite number of at l"),
         (*SESSION, {"requests": []}, r"trace_1.json:1: no 'block_size'"),
         (*SESSION, session(), "holds no requests"),
         (*SESSION, session({**call(0.0, 1), "in": "3"}), r"trace_1.json:1: input_length='3'"),
@@ -171,6 +174,28 @@ def test_a_malformed_source_is_reported_with_its_place(tmp_path, convert, name, 
     path = write(tmp_path / name, record)
     with pytest.raises(ValueError, match=message):
         convert(path if convert is convert_bailian else tmp_path)
+
+
+FIELDS = "timestamp t input_length in output_length hash_ids stop tool_tokens think_time block_size"
+ODD = [-1, -0.0, 0.7, 1e306, 10**400, math.nan, None, True, "5", "", [], [7], {}, "\ud800"]
+
+
+@given(st.dictionaries(st.sampled_from(FIELDS.split()), st.sampled_from(ODD), max_size=3))
+def test_a_source_is_an_error_or_a_trace_that_is_read_back(tmp_path_factory, odd):
+    folder = ragpulse(
+        tmp_path_factory.getbasetemp() / "odd",
+        *(question("2", [6123], 26923) | odd, question(1.5, [7239], 26922)),
+    )
+    write(folder / "trace_1.json", session(call(3, 1, 2) | odd, AGENT, call(2, 1)) | odd)
+    write(folder / "a.jsonl", bailian(1, 7, 7) | odd, bailian(0, 7))
+    sources = (convert_bailian, "a.jsonl"), (convert_ragpulse, "."), (convert_sessions, ".")
+    for convert, source in sources:
+        try:
+            trace = convert(folder / source)
+        except TraceError:
+            continue
+        save_trace(trace, folder / "out.jsonl")
+        assert load_trace(folder / "out.jsonl").digest == trace.digest
 
 
 def test_a_source_without_requests_fails(tmp_path, capsys):
