@@ -40,9 +40,10 @@ class Leaks(Paged):
 def folder(tmp_path):
     """A folder with own.py, and the manager of docs/extending.md."""
     page = (ROOT / "docs/extending.md").read_text()
-    (tmp_path / "own.py").write_text(OWN)
-    (tmp_path / "my_manager.py").write_text(re.search("# my_manager.py\n(.*?)```", page, re.S)[1])
-    return tmp_path
+    (folder := tmp_path / "é [x] {0} %s".ljust(101)).mkdir()
+    (folder / "own.py").write_text(OWN)
+    (folder / "my_manager.py").write_text(re.search("# my_manager.py\n(.*?)```", page, re.S)[1])
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def test_a_class_that_is_no_manager_is_refused(folder, name, says):
 )
 def test_the_contract_of_all_managers_tests_it(folder, own, status):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
-    command += [ROOT / "tests/cache/managers/test_contract.py", "--manager", folder / own]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command += ["tests/cache/managers/test_contract.py", "--manager", folder / own]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == status, done.stdout + done.stderr
     assert ("6 passed" in done.stdout) == (status == 0)
