@@ -141,8 +141,8 @@ def tiny_run(inputs, tmp_path_factory) -> Callable[[str], TinyRun]:
             patch.setattr("importlib.metadata.distributions", list)  # reading them takes longest
             if name not in ("kernel_counters", "kernel_resources"):  # they need compiled kernels
                 patch.setattr(sweep, "run_locally", lambda tasks, jobs: map_cells(tasks))
-            options = options.format(**inputs)
-            assert cli.main(["run", name, *options.split(), "--jobs=1", f"--out={out}"]) == 0
+            words = [word.format(**inputs) for word in options.split()]
+            assert cli.main(["run", name, *words, "--jobs=1", f"--out={out}"]) == 0
         return printed.getvalue()
 
     def run(name: str) -> TinyRun:

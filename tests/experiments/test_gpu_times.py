@@ -47,5 +47,5 @@ def test_a_damaged_table_is_named_with_its_line(tmp_path, lines, message):
     text = "\n".join(["gpu,engine,num_gpus", *(lines or ["a,b,2"] * 99)]) + "\n"
     content = zstandard.compress(text.encode())
     path.write_bytes(content if lines else content[:-5])
-    with pytest.raises(ValueError, match=f"^{path}{message}"):
+    with pytest.raises(ValueError, match=rf"^/.*/table\.csv\.zst{message}"):
         gpu_times.read(path)

@@ -79,6 +79,7 @@ def test_a_policy_is_tried_on_a_trace_of_ones_own_in_pools_of_ones_own(
 def test_a_policy_that_cannot_run_and_a_wrong_option_are_named(
     policy_file, tmp_path, capsys, arguments, message
 ):
-    words = arguments.format(file=policy_file).split()
+    words = [word.format(file=policy_file) for word in arguments.split()]
     assert cli.main(["try", *words, "--out", str(tmp_path / "out")]) == 2
-    assert re.match(f"error: {message.format(file=policy_file)}", capsys.readouterr().err)
+    message = message.format(file=re.escape(str(policy_file)))
+    assert re.match(f"error: {message}", capsys.readouterr().err)
