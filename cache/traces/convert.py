@@ -159,10 +159,8 @@ def convert_sessions(folder: str | os.PathLike, *, hours: float = 24.0, seed: in
                 further["session"] = number
                 requests.append((path, (time, tokens, output, ids, further)))
 
-    def error(path: Path, reason: str) -> TraceError:
-        return TraceError(path, 1, reason)
-
-    trace = collected(requests, tuple, error, "{}:1".format, Path(folder).name, block_size)
+    error = lambda path, reason: TraceError(path, 1, reason)  # noqa: E731
+    trace = collected(requests, tuple, error, Path(folder).name, block_size)
     if not trace:
         raise ValueError(f"folder {os.fspath(folder)!r} holds no requests")
     return trace

@@ -146,8 +146,8 @@ class RecordParser:
     A call returns ``(timestamp_ms, input_length, output_length, hash_ids, further)``, or None for
     the header of a CSV file.  ``further`` has a JSON object's further fields, no lists and objects.
     Values are not checked.  For CSV, timestamps are milliseconds since the first row (precise to 1
-    us), and ``since_first`` is true.  Raises ValueError for a line that does not parse, a missing
-    field, a number below 0 as time, and dates and numbers as times of one file.
+    us), and ``since_first`` is true.  Raises ValueError for a line that does not parse, a number
+    below 0 as time, and dates and numbers as times of one file, and KeyError for a missing field.
 
     columns: the columns of a CSV file, see ``load_trace``.  Raises ValueError for another type, an
     unknown field, and for columns without times or without prompts.
@@ -345,13 +345,6 @@ def _mooncake_record(line: bytes) -> tuple:
     record = parse_json(line)
     if not isinstance(record, dict):
         raise ValueError(f"must be a JSON object, got {reprlib.repr(record)}")
-    try:
-        values = tuple([record[field] for field in REQUIRED_FIELDS])
-    except KeyError as error:
-        raise ValueError(f"missing field {error.args[0]!r}") from None
-    further = record.items() if len(record) > len(values) else ()
-    return *values, {
-        field: value
-        for field, value in further
-        if field not in REQUIRED_FIELDS and isinstance(value, int | float | str | None)
-    }
+    values = [record.pop(field) for field in REQUIRED_FIELDS]
+    further = {k: v for k, v in record.items() if isinstance(v, int | float | str | None)}
+    return *values, further

@@ -107,9 +107,8 @@ class Trace:
         repeats within a request or follows different ids in two requests, a further value that is
         neither finite number nor text, and a ``block_size`` below 1.
         """
-        where = "requests[{}]".format
-        rows = enumerate(requests), tuple, (lambda i, reason: ValueError(f"{where(i)}: {reason}"))
-        return collected(*rows, where, name, block_size)
+        error = lambda i, reason: ValueError(f"requests[{i}]: {reason}")  # noqa: E731
+        return collected(enumerate(requests), tuple, error, name, block_size)
 
     @property
     def num_requests(self) -> int:
@@ -344,8 +343,8 @@ def read_requests(
 
     Raises TraceError for a malformed line, and for a file without requests.
     """
-    error, where = partial(TraceError, path), (lambda line: f"{path}:{line}")
-    trace = collected(read_lines(path, **limit), parse, error, where, name, block_size)
+    error = partial(TraceError, path)
+    trace = collected(read_lines(path, **limit), parse, error, name, block_size)
     if not trace:
         raise TraceError(path, 1, "the file holds no requests")
     return trace
@@ -392,7 +391,6 @@ def collected(
     rows: Iterable[tuple[Any, Any]],
     parse: Callable[[Any], tuple | None],
     error: Callable[[Any, str], ValueError],
-    where: Callable[[Any], str],
     name: str,
     block_size: int | None,
 ) -> Trace:
@@ -400,8 +398,7 @@ def collected(
 
     All traces are made here.  ``parse`` returns None for a row without a request.  If it has a true
     ``since_first``, finite timestamps relative to the first row become relative to the earliest.
-    Raises ``error(place, reason)`` for a malformed row.  If the reason mentions another row,
-    ``where(place)`` is the name of that row.
+    Raises ``error(place, reason)``, whose text is place and reason, for a malformed row.
     """
     import numpy as np
 
@@ -448,7 +445,7 @@ def collected(
     block_ids, offsets = _dense(ids), np.array(ends, np.int64)
     if two_prefixes := _two_prefixes(block_ids, offsets, ids):
         later, earlier, reason = two_prefixes
-        reason += f" in {where(places[earlier])}: an id is unique to its prefix"
+        reason += f" in {error(places[earlier], 'an id is unique to its prefix')}"
         raise error(places[later], reason)
     if block_size is None and stated:
         block_size = stated[0]
@@ -500,7 +497,7 @@ def placed(error: Callable[[Any, str], ValueError], place: Any) -> Iterator[None
     try:
         yield
     except KeyError as missing:
-        raise error(place, f"no {missing.args[0]!r}") from None
+        raise error(place, f"missing {missing.args[0]!r}") from None
     except (ValueError, TypeError, OverflowError, RecursionError) as reason:
         raise error(place, str(reason)) from None
 

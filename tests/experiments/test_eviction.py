@@ -166,5 +166,5 @@ def test_a_named_trace_that_cannot_be_replayed_is_an_error(inputs, tmp_path):
         grid(trace=(inputs["lengths"],))
     broken = tmp_path / "broken.jsonl"
     broken.write_text("{}\n")
-    with pytest.raises(ValueError, match=r"broken\.jsonl:1: missing field"):
+    with pytest.raises(ValueError, match=r"broken\.jsonl:1: missing "):
         grid(trace=(broken,))

@@ -158,11 +158,11 @@ NO_TIME = r":1: timestamp must be a number of seconds, got '5'"
 @pytest.mark.parametrize(
     ("convert", "name", "record", "message"),
     [
-        (*BAILIAN, {"timestamp": 1.0}, r"a.jsonl:1: no 'input_length'"),
+        (*BAILIAN, {"timestamp": 1.0}, r"a.jsonl:1: missing 'input_length'"),
         (*BAILIAN, [1], r"a.jsonl:1: "),
         (*BAILIAN, bailian("5", 1), "a.jsonl" + NO_TIME),
         (*BAILIAN, bailian(-1, 1), r"a.jsonl:1: timestamp_ms=-1000: needs a finite number of at l"),
-        (*SESSION, {"requests": []}, r"trace_1.json:1: no 'block_size'"),
+        (*SESSION, {"requests": []}, r"trace_1.json:1: missing 'block_size'"),
         (*SESSION, session(), "holds no requests"),
         (*SESSION, session({**call(0.0, 1), "in": "3"}), r"trace_1.json:1: input_length='3'"),
         (*SESSION, session(call("5", 1)), "trace_1.json" + NO_TIME),
@@ -182,16 +182,12 @@ ODD = [-1, -0.0, 0.7, 1e306, 10**400, math.nan, None, True, "5", "", [], [7], {}
 
 @given(st.dictionaries(st.sampled_from(FIELDS.split()), st.sampled_from(ODD), max_size=3))
 def test_a_source_is_an_error_or_a_trace_that_is_read_back(tmp_path_factory, odd):
-    folder = ragpulse(
-        tmp_path_factory.getbasetemp() / "odd",
-        *(question("2", [6123], 26923) | odd, question(1.5, [7239], 26922)),
-    )
-    write(folder / "trace_1.json", session(call(3, 1, 2) | odd, AGENT, call(2, 1)) | odd)
+    folder = ragpulse(tmp_path_factory.getbasetemp() / "odd", question("2", [6123], 26923) | odd)
+    write(folder / "trace_1.json", session(call(3, 1, 2) | odd, AGENT) | odd)
     write(folder / "a.jsonl", bailian(1, 7, 7) | odd, bailian(0, 7))
-    sources = (convert_bailian, "a.jsonl"), (convert_ragpulse, "."), (convert_sessions, ".")
-    for convert, source in sources:
+    for convert in (convert_bailian, convert_ragpulse, convert_sessions):
         try:
-            trace = convert(folder / source)
+            trace = convert(folder / "a.jsonl" if convert is convert_bailian else folder)
         except TraceError:
             continue
         save_trace(trace, folder / "out.jsonl")
@@ -210,7 +206,7 @@ def test_a_source_without_requests_fails(tmp_path, capsys):
 
 def test_an_unknown_component_and_other_blocks_are_reported(tmp_path):
     folder = ragpulse(tmp_path / "data", question("1", [5], 26923))
-    with pytest.raises(TraceError, match=r"0_trace.jsonl:1: no 5"):
+    with pytest.raises(TraceError, match=r"0_trace.jsonl:1: missing 5"):
         convert_ragpulse(folder)
     for name, block_size in (("trace_1.json", 64), ("trace_2.json", 32)):
         write(tmp_path / name, session(call(0.0, 1), block_size=block_size))
