@@ -6,6 +6,8 @@ PyTorch is imported inside functions: the process that only hands out tests to w
 from __future__ import annotations
 
 import gc
+import itertools
+import multiprocessing
 import os
 import re
 import sys
@@ -70,6 +72,46 @@ def pytest_configure(config):
         import torch
 
         torch.set_num_threads(1)
+
+
+def _cpu_seconds() -> float:
+    """User and system time of this process, its ended children and its pools' processes."""
+    ticks = 0
+    for child in multiprocessing.active_children():
+        fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += sum(map(int, fields[11:15]))
+    return sum(os.times()[:4]) + ticks / os.sysconf("SC_CLK_TCK")
+
+
+_cpu_before = pytest.StashKey[float]()
+
+
+def pytest_collection_finish(session):
+    session.stash[_cpu_before] = _cpu_seconds()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    """The last report of a test has its ``cpu_seconds``, and fails above PAGELAB_MAX_TEST_CPU_S."""
+    report = yield
+    if report.when == "teardown":
+        now = _cpu_seconds()
+        report.cpu_seconds = now - item.session.stash[_cpu_before]
+        item.session.stash[_cpu_before] = now
+        limit = float(os.environ.get("PAGELAB_MAX_TEST_CPU_S", "inf"))
+        if report.passed and report.cpu_seconds > limit:
+            report.outcome = "failed"
+            report.longrepr = f"{report.cpu_seconds:.1f} CPU-seconds, at most {limit:g} wanted"
+    return report
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Print the CPU time of the run, children included, and its ten most expensive tests."""
+    reports = itertools.chain(*terminalreporter.stats.values())
+    tests = {one.nodeid: one.cpu_seconds for one in reports if hasattr(one, "cpu_seconds")}
+    terminalreporter.section(f"{sum(os.times()[:4]) / 60:.1f} CPU-minutes")
+    for test in sorted(tests, key=tests.get, reverse=True)[:10]:
+        terminalreporter.line(f"{tests[test]:6.1f} CPU-seconds {test}")
 
 
 def pytest_ignore_collect(collection_path, config):

@@ -117,7 +117,10 @@ def test_registers_suffice(compiling_process):
 
 
 @pytest.mark.slow
-def test_on_executed_ptx(run_compiled):
+@pytest.mark.parametrize("part", range(4))
+def test_on_executed_ptx(part, run_compiled, pytestconfig):
+    """Without --all, with the first and the fifth shape: fp16, interleaved, larger blocks."""
     if not INTERPRETED.value:
         pytest.skip("kernels are compiled in this process")
-    run_compiled(__file__, "--executor", "ptx-sm_90")
+    some = [] if pytestconfig.getoption("--all") else ["-k", "not lengths or lengths0 or lengths4"]
+    run_compiled(__file__, "--executor", "ptx-sm_90", "--part", f"{part}/4", *some)

@@ -1,8 +1,8 @@
 """Runs the ops on the PTX of one architecture (needs `--executor`).
 
-Every op runs once on every architecture. Features and other sizes are distributed over them.
-`make test` runs these tests through `test_selection.py`. The other kernel tests take `--executor`
-too, with many more shapes.
+Ops with matrix products run on every architecture. Other ops, features and sizes are distributed
+over them; with `--all` everything runs on each. `make test` runs these tests through
+`test_selection.py`. The other kernel tests take `--executor` too, with many more shapes.
 """
 
 import inspect
@@ -70,25 +70,37 @@ VARIANTS = [
 ]
 
 
+ON_EVERY_ARCHITECTURE = (*ATTENTION, "paged_mla_decode_attention")
+
+
 def turn_of(config) -> int:
     """Which third of the calls runs on this architecture."""
     architecture = config.getoption("--executor").removeprefix("ptx-")
     return ARCHITECTURES.index(architecture) if architecture in ARCHITECTURES else 0
 
 
-def calls_of(turn: int) -> list[tuple[str, dict]]:
-    """(op, sizes of its case) of each call that runs on an architecture: every op, and a third of
-    the others, in dtypes that change from call to call."""
-    chosen = [(op, {}) for op in CASES] + IN_TURN[turn::3]
+def calls_of(turn: int, step: int = 3) -> list[tuple[str, dict]]:
+    """(op, sizes of its case) of each call that runs on an architecture, in dtypes that change from
+    call to call: every ``step``-th, and each op with matrix products.
+
+    Shared prefixes run decode's kernel: layouts and exponents are left to decode.
+    """
+    first = turn % step
+    chosen = [
+        (op, {})
+        for number, op in enumerate(CASES)
+        if number % step == first or op in ON_EVERY_ARCHITECTURE
+    ]
     chosen = [
         (op, DTYPES[(number + turn) % 3] | SIZES.get(op, {}) | sizes)
-        for number, (op, sizes) in enumerate(chosen)
+        for number, (op, sizes) in enumerate([*chosen, *IN_TURN[first::step]])
     ]
     return chosen + [
         (op, SIZES[op] | variant)
         for place, op in enumerate(ATTENTION)
         for number, variant in enumerate(VARIANTS)
-        if (place + number) % 3 == turn
+        if (place + number) % step == first
+        if op != SHARED or not {"layout", "exponent"} & {*variant}
     ]
 
 
@@ -102,15 +114,16 @@ def pytest_generate_tests(metafunc):
         splits = [*itertools.product(ATTENTION, (1, 2))][turn_of(metafunc.config) :: 3]
         metafunc.parametrize(("op", "num_splits"), splits)
     if "sizes" in metafunc.fixturenames:
-        calls = calls_of(turn_of(metafunc.config))
+        step = 1 if metafunc.config.getoption("--all") else 3
+        calls = calls_of(turn_of(metafunc.config), step)
         metafunc.parametrize(
             ("op", "sizes"), calls, ids=[f"{op}-{described(s)}" for op, s in calls]
         )
 
 
 def test_the_architectures_cover_all_calls():
-    chosen = map(calls_of, range(3))
-    assert sum(map(len, chosen)) == 3 * len(CASES) + len(IN_TURN) + 3 * len(VARIANTS)
+    repeated = 2 * len(ON_EVERY_ARCHITECTURE)
+    assert sum(map(len, map(calls_of, range(3)))) == repeated + len(calls_of(0, 1))
 
 
 def test_result(op, sizes):

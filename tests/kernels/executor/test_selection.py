@@ -7,10 +7,13 @@ import pytest
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.parametrize("part", range(8))
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
-def test_every_op(architecture, run_compiled):
+def test_every_op(architecture, part, run_compiled, pytestconfig):
     tests = str(Path(__file__).with_name("test_ops.py"))
-    assert "skipped" not in run_compiled(tests, "--executor", f"ptx-{architecture}")
+    every = ["--all"] * pytestconfig.getoption("--all")
+    options = ["--executor", f"ptx-{architecture}", "--part", f"{part}/8", *every]
+    assert "skipped" not in run_compiled(tests, *options)
 
 
 def test_fp8_numbers_are_rounded_once_on_sm_89(run_compiled):
