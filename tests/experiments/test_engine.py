@@ -4,10 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
+import pandas as pd
 import pytest
 
-from experiments import engine
+from experiments import engine, style
 from experiments.engine import OnDevice
+from experiments.harness.environment import committed
 from experiments.load import engine_models
 from models import ModelConfig
 
@@ -55,3 +57,13 @@ def test_the_same_cells_run_on_a_gpu_with_graphs(fake_gpu, monkeypatch):
 def test_the_benchmark_has_the_lengths_of_nano_vllms():
     prompts, outputs = engine.nano_vllm_requests()
     assert (len(prompts), sum(outputs), max(map(max, prompts))) == (256, 133_966, 10_000)
+
+
+def test_bars_have_the_names_of_policies_or_variants():
+    rows = pd.read_csv(committed("engine") / "rows.csv")
+    with style.figures():
+        axes = engine._draw(rows).axes
+        names = [[x.get_text() for x in axis.get_yticklabels()] for axis in axes]
+    parts = rows.groupby(["part", "trace", "pool_percent"], sort=False, dropna=False)
+    wanted = [[*some["policy" if part == "policy" else "variant"]] for (part, *_), some in parts]
+    assert names[: len(wanted)] == wanted

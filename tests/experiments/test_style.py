@@ -81,3 +81,15 @@ def test_a_logarithmic_axis_has_ticks_enough_as_plain_numbers(low, high):
         }
         assert len(seen) >= 2 + (high > 2 * low)
         assert not any("{" in text for text in seen), "no powers in TeX"
+
+
+def test_ticks_of_a_logarithmic_x_axis_are_the_given_ones_or_powers():
+    with style.figures():
+        figure, axes, _ = style.panel_grid(2, height=2)
+        for axis, ticks in zip(axes, ([3, 48], []), strict=True):
+            axis.plot([3, 48], [1, 2])
+            style.log_x(axis, ticks)
+        figure.canvas.draw()
+        given, powers = ([x.get_text() for x in axis.get_xticklabels()] for axis in axes)
+    assert given == ["3", "48"]
+    assert "10" in powers

@@ -137,3 +137,7 @@ def test_ops_run_with_the_tiles_of_a_forced_target(device):
             assert all(result.passed for result in case.judge().values())
     assert torch.equal(outputs[0], outputs[2])
     assert not torch.equal(outputs[0], outputs[1])
+
+
+def test_next_power_of_2():
+    assert [tiles.next_power_of_2(n) for n in (1, 2, 3, 4, 5)] == [1, 2, 4, 4, 8]

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from models.config import FAMILIES, ModelConfig, Rope
-from models.layers import RotaryEmbedding, apply_rope
+from models.layers import RotaryEmbedding, VocabParallelEmbedding, apply_rope
+from models.parallel import TensorParallel
 from tests.models.tiny import TINY
 
 SCALINGS = {
@@ -77,3 +78,12 @@ def test_rope_rotates_in_fp32_and_keeps_the_dtype():
     rotated = apply_rope(x, cos, sin)
     assert rotated.dtype == torch.float16
     assert torch.equal(rotated, apply_rope(x.float(), cos, sin).half())
+
+
+def test_a_rank_may_have_only_padding_of_the_vocabulary():
+    assert [VocabParallelEmbedding(5, 2, TensorParallel(r, 4)).num_used for r in range(4)] == [
+        2,
+        2,
+        1,
+        0,
+    ]

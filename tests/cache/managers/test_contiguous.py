@@ -49,3 +49,11 @@ def test_a_wrong_oracle_is_named(final):
         manager.allocate(Sequence(0, [1] * 5))
     manager.check_invariants()
     assert manager.num_free_blocks == 16
+
+
+def test_reservations_lie_one_behind_another():
+    manager = manager_of(num_blocks=4, block_size=4, max_model_len=8)
+    sequences = [Sequence(i, [1] * 5) for i in range(2)]
+    for seq in sequences:
+        manager.allocate(seq)
+    assert sorted(map(manager.block_table, sequences)) == [[0, 1], [2, 3]]

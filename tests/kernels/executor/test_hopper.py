@@ -1,10 +1,12 @@
 """TMA, mbarriers with bytes, named barriers and setmaxnreg: a producer and four consumer warps."""
 
+import numpy as np
 import pytest
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.executor import Fault, FaultKind, run_ptx
+from kernels.executor.warpgroup import operand_chunks
 
 from .conftest import kernel_text
 
@@ -127,3 +129,10 @@ def test_boxes_outside_the_tensor_and_maps_that_a_gpu_refuses():
     assert (raised.value.kind, raised.value.tensor) == (FaultKind.OUT_OF_BOUNDS, "p1")
     with pytest.raises(ValueError, match=r"p1: expected .* multiples of 16 bytes"):
         run(strides=[81, 1])
+
+
+@pytest.mark.parametrize(("mode", "width"), [(1, 128), (2, 64), (3, 32)])
+def test_chunks_of_an_operand_are_swizzled(mode, width):
+    row, chunk = np.arange(8)[:, None], np.arange(2)
+    swizzled = row * width + 16 * (chunk ^ row * width // 128 % (width // 16))
+    assert (operand_chunks(mode << 62, 8, 2, False) == swizzled).all()
