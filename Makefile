@@ -1,6 +1,7 @@
 # The commands of the README.  Each makes .venv when it is missing or outdated: the packages of
 # requirements.txt, and this repository in editable mode, so that `pagelab` works in any folder.
-# `make test` adds the packages of requirements-test.txt.
+# `make test` adds the packages of requirements-test.txt. `make test-all` adds the full crosses, for
+# whoever changes kernels or managers; `make seeds` runs state machines and makers of traces anew.
 
 PYTHON ?= python3
 VENV := .venv
@@ -11,7 +12,7 @@ TEST_PACKAGES := $(VENV)/.test-packages
 # Where containers set it, each of some thirty processes would compile the sources of PyTorch anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install reproduce test model lint docs clean
+.PHONY: install reproduce test test-all seeds model lint docs clean
 
 install: $(INSTALLED)
 	@echo "PageLab is in $(VENV). Activate it in this shell, then run a command, for example:"
@@ -27,6 +28,14 @@ test: $(INSTALLED) $(TEST_PACKAGES)
 	$(BIN)/python -m pytest -n auto --dist worksteal
 	if $(BIN)/python -c "import torch; raise SystemExit(not torch.cuda.is_available())"; then \
 		$(BIN)/python -m pytest --on-device -n auto --maxprocesses 12; fi
+
+test-all: $(INSTALLED) $(TEST_PACKAGES)
+	$(BIN)/python -m pytest --all -n auto --dist worksteal -o timeout=1800
+
+SEED := 0
+seeds: $(INSTALLED)
+	HYPOTHESIS_PROFILE=default $(BIN)/python -m pytest -n auto --dist worksteal \
+		--hypothesis-seed=$(SEED) tests/cache/managers tests/cache/serving tests/cache/traces
 
 # MODEL=gemma3 installs Gemma 3 270M (253 MB, Gemma's terms), whose layers have windows.
 MODEL :=
