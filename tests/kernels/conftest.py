@@ -162,11 +162,8 @@ def run_compiled(compiling_process):
     """Run pytest where kernels are compiled, all of whose tests must pass. Returns its output."""
 
     def run(*arguments: str) -> str:
-        absent = (
-            "cacheprovider",
-            "randomly",
-            "unraisableexception",
-        )  # the last collects garbage often
+        # The last would collect garbage five times at each end: 2 CPU-seconds.
+        absent = "cacheprovider", "randomly", "unraisableexception"
         plugins = ["-s", "-v", *(word for name in absent for word in ("-p", f"no:{name}"))]
         options = [*plugins, "-o", "faulthandler_timeout=100", *arguments]
         output = compiling_process(f"import pytest\nprint(pytest.main({options!r}).name)")

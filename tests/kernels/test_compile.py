@@ -25,11 +25,11 @@ STORES = ("store_kvcache", "rope_store_kvcache")
 PAGED = ("paged_decode_attention", "paged_prefill_attention")
 MOVES = ("copy_blocks", "swap_blocks", "merge_attention_states")
 MAX_LOCAL_BYTES = 32
-"""Bytes that a thread may spill outside loops. Which kernels do depends on the version of Triton."""
+"""Bytes that a thread may spill outside loops. Which kernels do depends on Triton's version."""
 MMA_FAMILY = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}
-# (ops, none for all; patterns of their configurations): the attention that needs most registers, and
-# a padded head_dim of every other op; on sm_90 also padded, wide and fp8 attention, cascade, and
-# blocks that are no power of two.
+# (ops, none for all; patterns of their configurations): the attention that needs most registers,
+# and a padded head_dim of every other op; on sm_90 also padded, wide and fp8 attention, cascade,
+# and blocks that are no power of two.
 ON_NVIDIA = (
     (("store_kvcache",), "bf16 d80"),
     (("paged_decode_attention",), "bf16 d256 g4$|bf16 d128 g4 split features"),
