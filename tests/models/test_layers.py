@@ -81,9 +81,5 @@ def test_rope_rotates_in_fp32_and_keeps_the_dtype():
 
 
 def test_a_rank_may_have_only_padding_of_the_vocabulary():
-    assert [VocabParallelEmbedding(5, 2, TensorParallel(r, 4)).num_used for r in range(4)] == [
-        2,
-        2,
-        1,
-        0,
-    ]
+    ranks = [VocabParallelEmbedding(5, 2, TensorParallel(rank, 4)) for rank in range(4)]
+    assert [rank.num_used for rank in ranks] == [2, 2, 1, 0]
