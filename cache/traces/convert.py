@@ -17,7 +17,6 @@ import itertools
 import operator
 import os
 import reprlib
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -45,20 +44,16 @@ _RAGPULSE_LENGTHS = {
 }  # fmt: skip
 
 
-class _Prefixes:
-    """Numbers blocks: equal numbers mean equal prompts up to the end of the block."""
+class _Numbers(dict[tuple[Hashable, Hashable], int]):
+    """Numbers keys from 0."""
 
-    def __init__(self) -> None:
-        self._numbers: defaultdict[tuple[Hashable, Hashable], int] = defaultdict()
-        self._numbers.default_factory = self._numbers.__len__
+    def __missing__(self, key: tuple[Hashable, Hashable]) -> int:
+        return self.setdefault(key, len(self))
 
-    def __call__(self, contents: Iterable[Hashable]) -> list[int]:
-        """Return the number of each block of a prompt, given the content of each block."""
-        before, numbers = None, []
-        for content in contents:
-            before = self._numbers[before, content]
-            numbers.append(before)
-        return numbers
+    def of_prefixes(self, contents: Iterable[Hashable]) -> list[int]:
+        """Equal numbers mean equal prompts up to the end of the block with this content."""
+        before = None
+        return [before := self[before, content] for content in contents]
 
 
 def convert_bailian(path: str | os.PathLike) -> Trace:
@@ -66,7 +61,7 @@ def convert_bailian(path: str | os.PathLike) -> Trace:
 
     Raises TraceError for a line that is not a request, and for a file without requests.
     """
-    path, prefixes = Path(path), _Prefixes()
+    path, numbers = Path(path), _Numbers()
 
     def request(line: bytes) -> tuple:
         record = parse_json(line)
@@ -74,7 +69,7 @@ def convert_bailian(path: str | os.PathLike) -> Trace:
         contents = record["hash_ids"]
         if not isinstance(contents, list) or set(map(type, contents)) - {int}:
             raise ValueError(f"hash_ids must be a list of integers, got {reprlib.repr(contents)}")
-        return _milliseconds(record["timestamp"]), *lengths, prefixes(contents)
+        return _milliseconds(record["timestamp"]), *lengths, numbers.of_prefixes(contents)
 
     return read_requests(path, request, split_suffixes(path)[0], _BAILIAN_BLOCK)
 
@@ -88,7 +83,7 @@ def convert_ragpulse(folder: str | os.PathLike, *, block_size: int = 16) -> Trac
     Raises TraceError for a line that is not a request or a component, a line that names an unknown
     component, and a file without requests.
     """
-    folder, prefixes, lengths = Path(folder), _Prefixes(), {}
+    folder, numbers, lengths = Path(folder), _Numbers(), {}
     at_least(1, "block_size", block_size)
     for file, field in _RAGPULSE_LENGTHS.items():
         key = operator.itemgetter(field, "token_length")
@@ -102,7 +97,7 @@ def convert_ragpulse(folder: str | os.PathLike, *, block_size: int = 16) -> Trac
         parts = [part for name in _RAGPULSE_PARTS for part in record["hash_ids"][name]]
         parts = [(part, lengths[part]) for part in parts]
         tokens = sum(length for _, length in parts)
-        blocks = prefixes(_cut(parts, block_size))
+        blocks = numbers.of_prefixes(_cut(parts, block_size))
         time = record["timestamp"]  # a number in quotes
         time = _milliseconds(float(time) if isinstance(time, str) else time)
         return time, tokens, record["output_length"], blocks
@@ -139,12 +134,8 @@ def convert_sessions(folder: str | os.PathLike, *, hours: float = 24.0, seed: in
 
     finite("hours", hours)
     paths = sorted(Path(folder).glob("trace_*.json"))
-    if not paths:
-        raise ValueError(f"folder must hold trace_*.json, got {os.fspath(folder)!r}")
     starts = (3600e3 * hours * np.random.default_rng(seed).random(len(paths))).tolist()
-    numbers: defaultdict[tuple[Hashable, int], int] = defaultdict()
-    numbers.default_factory = numbers.__len__
-    requests, block_size = [], None
+    numbers, requests, block_size = _Numbers(), [], None
     for number, (path, start) in enumerate(zip(paths, starts, strict=True)):
         with placed(partial(TraceError, path), 1):
             session = parse_json(path.read_bytes())
@@ -162,7 +153,7 @@ def convert_sessions(folder: str | os.PathLike, *, hours: float = 24.0, seed: in
     error = lambda path, reason: TraceError(path, 1, reason)  # noqa: E731
     trace = collected(requests, tuple, error, Path(folder).name, block_size)
     if not trace:
-        raise ValueError(f"folder {os.fspath(folder)!r} holds no requests")
+        raise ValueError(f"folder must hold trace_*.json with requests, got {str(folder)!r}")
     return trace
 
 

@@ -55,15 +55,12 @@ class TraceError(ValueError):
 
 def split_suffixes(path: Path) -> tuple[str, str | None, str | None]:
     """Split a path into ``(name, format, compression)``; None for an unknown part."""
-    name, compression, file_format = path.name, None, None
-    if path.suffix.lower() in COMPRESSIONS:
-        compression = path.suffix.lower()
-        name = name[: -len(compression)]
-    suffix = Path(name).suffix.lower()
-    if suffix in FORMATS:
-        file_format = suffix
-        name = name[: -len(suffix)]
-    return name, file_format, compression
+    name, found = path.name, list[str | None]()
+    for known in (COMPRESSIONS, FORMATS):
+        suffix = Path(name).suffix
+        found.append(suffix.lower() if suffix.lower() in known else None)
+        name = name.removesuffix(suffix) if found[-1] else name
+    return name, found[1], found[0]
 
 
 def read_lines(path: Path, max_decompressed_bytes: int = 1 << 30) -> Iterator[tuple[int, bytes]]:

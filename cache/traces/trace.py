@@ -331,20 +331,23 @@ def load_trace(
     name, file_format, _ = split_suffixes(path)
     if columns is not None and file_format != ".csv":
         raise ValueError(f"columns: needs a .csv file, got {path}")
-    limit = {"max_decompressed_bytes": max_decompressed_bytes}
-    parser = RecordParser(file_format, AZURE_COLUMNS if columns is None else columns)
-    return read_requests(path, parser, name, block_size, **limit)
+    parse = RecordParser(file_format, AZURE_COLUMNS if columns is None else columns)
+    return read_requests(path, parse, name, block_size, max_decompressed_bytes)
 
 
 def read_requests(
-    path: Path, parse: Callable[[bytes], tuple | None], name: str, block_size: int | None, **limit
+    path: Path,
+    parse: Callable[[bytes], tuple | None],
+    name: str,
+    block_size: int | None,
+    *limit: int,
 ) -> Trace:
     """Read a trace.  ``parse`` makes a request from a line, or returns None if it has no request.
 
     Raises TraceError for a malformed line, and for a file without requests.
     """
     error = partial(TraceError, path)
-    trace = collected(read_lines(path, **limit), parse, error, name, block_size)
+    trace = collected(read_lines(path, *limit), parse, error, name, block_size)
     if not trace:
         raise TraceError(path, 1, "the file holds no requests")
     return trace

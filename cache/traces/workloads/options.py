@@ -4,7 +4,6 @@ import functools
 import inspect
 import numbers
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated
 
@@ -12,21 +11,13 @@ from cache.checks import shown
 from cache.traces.trace import Trace
 from cache.traces.workloads.prompts import Prompt
 
-
-@dataclass(frozen=True)
-class _Bounds:
-    kind: type[numbers.Number]
-    least: float
-    most: float
-
-
-Count = Annotated[int, _Bounds(numbers.Integral, 1, 2**24)]
-Seed = Annotated[int, _Bounds(numbers.Integral, 0, 2**64 - 1)]
-Positive = Annotated[float, _Bounds(numbers.Real, 1e-6, 1e6)]
-NonNegative = Annotated[float, _Bounds(numbers.Real, 0, 1e9)]
-AtLeastOne = Annotated[float, _Bounds(numbers.Real, 1, 1e9)]
-Probability = Annotated[float, _Bounds(numbers.Real, 0, 1)]
-
+Count = Annotated[int, numbers.Integral, 1, 2**24]
+Seed = Annotated[int, numbers.Integral, 0, 2**64 - 1]
+Positive = Annotated[float, numbers.Real, 1e-6, 1e6]
+NonNegative = Annotated[float, numbers.Real, 0, 1e9]
+AtLeastOne = Annotated[float, numbers.Real, 1, 1e9]
+Probability = Annotated[float, numbers.Real, 0, 1]
+"""Type of an option, and the kind of number, least and most that it may be."""
 
 Requests = Iterator[tuple[int, Prompt, int]]
 """``(timestamp_ms, prompt, output_length)`` of each request, in order of time."""
@@ -51,11 +42,11 @@ def workload(requests: Callable[..., Requests]) -> Callable[..., Trace]:
             )
         options = {option: p.default for option, p in parameters.items()} | options
         for option, value in options.items():
-            (bounds,) = parameters[option].annotation.__metadata__
-            is_number = isinstance(value, bounds.kind) and not isinstance(value, bool)
-            if not is_number or not bounds.least <= value <= bounds.most:
-                kind = "an integer" if bounds.kind is numbers.Integral else "a number"
-                says = f"{kind} from {bounds.least} to {bounds.most}"
+            kind, least, most = parameters[option].annotation.__metadata__
+            is_number = isinstance(value, kind) and not isinstance(value, bool)
+            if not is_number or not least <= value <= most:
+                needs = "an integer" if kind is numbers.Integral else "a number"
+                says = f"{needs} from {least} to {most}"
                 raise ValueError(f"{option} must be {says}, got {shown(value)}")
         drawn = islice(requests(**options), options["num_requests"])
         return Trace.from_requests(
