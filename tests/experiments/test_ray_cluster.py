@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -32,6 +33,8 @@ def cluster(tmp_path, monkeypatch):
     monkeypatch.setenv("TINY_BEHAVIOUR", json.dumps(behaviour))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(HERE.parents[1])]))
     monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    if len(os.fsencode(tempfile.gettempdir())) > 40:  # a socket's path has at most 107 bytes
+        monkeypatch.setenv("RAY_TMPDIR", "/tmp")
     monkeypatch.setenv("RAY_gcs_server_port_wait_time_s", "600")
     monkeypatch.setattr(Cluster._wait_for_node, "__defaults__", (600,))
     sizes = {"num_cpus": 1, "object_store_memory": 100 * 2**20}

@@ -529,9 +529,7 @@ def test_coarsened_blocks_are_runs_of_blocks():
 @pytest.mark.parametrize("name", ["t.csv", "t.json", "t.gz", "t", "empty.jsonl", "long.jsonl"])
 def test_what_load_trace_would_not_read_is_not_saved(tmp_path, name, monkeypatch):
     monkeypatch.setattr("cache.traces.files.MAX_LINE_BYTES", 20)
-    with pytest.raises(
-        ValueError, match=r"must end in \.jsonl|trace has no req|line 1 .* 20 bytes"
-    ):
+    with pytest.raises(ValueError, match=r"must end in \.jsonl|has no requests|1 has .* 20 bytes"):
         save_trace(trace_of([1])[name == "empty.jsonl" :], tmp_path / name)
     assert os.listdir(tmp_path) == []
 
