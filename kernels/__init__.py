@@ -25,8 +25,13 @@ on CPU tensors in Triton's interpreter when TRITON_INTERPRET=1 is in the environ
 package is first imported. They are for inference: no result requires gradients.
 """
 
+import os
 import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
 
+import triton
 from triton.runtime.jit import JITFunction
 
 from kernels.add_rms_norm import add_rms_norm
@@ -62,22 +67,26 @@ else:
             if isinstance(_kernel, JITFunction):
                 _ = _kernel.cache_key
 
+# If Triton's folder cannot be written: one in the temporary folder that only the user can write,
+# because Triton runs what it finds. Child processes use it, too.
+_own = Path(triton.knobs.cache.dir).absolute()
+if not os.access(next(filter(os.path.exists, (_own, *_own.parents))), os.W_OK | os.X_OK):
+    with suppress(OSError):
+        try:
+            tempfile.gettempdir()
+        except FileNotFoundError:  # all is read-only in this container but /dev/shm
+            os.environ["TMPDIR"] = "/dev/shm"  # also for ptxas
+        _folder = Path(tempfile.gettempdir(), f"pagelab-{os.geteuid()}")
+        with suppress(FileExistsError):
+            _folder.mkdir(0o700)
+        _found = _folder.lstat()
+        _is_private = _found.st_uid == os.geteuid() and _found.st_mode & 0o170777 == 0o040700
+        os.environ["TRITON_CACHE_DIR"] = str(_folder) if _is_private else tempfile.mkdtemp()
+
 __all__ = [
-    "add_rms_norm",
-    "apply_rotary_embedding",
-    "concat_and_cache_mla",
-    "copy_blocks",
-    "gated_activation",
-    "merge_attention_states",
-    "paged_decode_attention",
-    "paged_mla_decode_attention",
-    "paged_prefill_attention",
-    "rope_store_kvcache",
-    "sample_tokens",
-    "select_blocks",
-    "shared_prefix_decode_attention",
-    "slot_mapping_from_positions",
-    "store_kvcache",
-    "swap_blocks",
-    "update_block_bounds",
-]
+    "add_rms_norm", "apply_rotary_embedding", "concat_and_cache_mla", "copy_blocks",
+    "gated_activation", "merge_attention_states", "paged_decode_attention",
+    "paged_mla_decode_attention", "paged_prefill_attention", "rope_store_kvcache", "sample_tokens",
+    "select_blocks", "shared_prefix_decode_attention", "slot_mapping_from_positions",
+    "store_kvcache", "swap_blocks", "update_block_bounds",
+]  # fmt: skip

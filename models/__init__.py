@@ -29,18 +29,7 @@ from models.prompts import SaltedPrompt
 from models.weights import WeightsError
 
 __all__ = [
-    "LLM",
-    "CompletionOutput",
-    "FinishReason",
-    "LLMOptions",
-    "ModelConfig",
-    "RequestOutput",
-    "RequestStats",
-    "Rope",
-    "RopeScaling",
-    "SaltedPrompt",
-    "SamplingParams",
-    "TokenOutput",
-    "UnsupportedModel",
-    "WeightsError",
-]
+    "LLM", "CompletionOutput", "FinishReason", "LLMOptions", "ModelConfig", "RequestOutput",
+    "RequestStats", "Rope", "RopeScaling", "SaltedPrompt", "SamplingParams", "TokenOutput",
+    "UnsupportedModel", "WeightsError",
+]  # fmt: skip

@@ -11,14 +11,26 @@ import tomllib
 import zipfile
 from importlib.metadata import packages_distributions
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from packaging.requirements import Requirement
+
+from cache.replay import operations
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("cache", "experiments", "kernels", "models")
 OTHER_PROJECTS = {"flash_attn_interface", "nanovllm", "sglang", "vllm"}
 """Baselines that are no dependencies: experiments use them where they are installed."""
+
+EXECUTE = """
+import torch
+from kernels import executor, store_kvcache
+new, cache = torch.full([1, 1, 16], 3.0), torch.zeros(1, 2, 1, 16)
+with executor.execute_ptx("sm_80"):
+    store_kvcache(new, new, cache, cache.clone(), torch.tensor([1]))
+print(cache[0, :, 0, 0].int().tolist())
+"""
 
 
 @pytest.fixture(scope="module")
@@ -45,17 +57,20 @@ def installed(source, tmp_path_factory) -> Path:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
     [wheel] = (source / "dist").iterdir()
     programs = environment / "bin"
-    subprocess.run(
-        [*pip, "--python", programs / "python", "install", "--no-deps", wheel], check=True
-    )
+    install = ["--python", programs / "python", "install", "--no-deps", "--no-compile", wheel]
+    subprocess.run([*pip, *install], check=True)
     [packages] = environment.glob("lib/*/site-packages")
+    for folder in ("cache/replay", "kernels/executor"):  # root, too, can make no folder there
+        (packages / folder / "__pycache__").touch()
     (packages / "borrowed.pth").write_text(sysconfig.get_path("purelib"))
     return programs
 
 
 def run(folder: Path, *command: str | Path) -> str:
-    """What a command prints in ``folder``, without the variables that lead to this repository."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    """What a command prints in ``folder``, which is, as in a container, all that it can write."""
+    unset = "NUMBA", "PYTHON", "TRITON", "XDG"  # some lead to this repository
+    env = {name: value for name, value in os.environ.items() if not name.startswith(unset)}
+    env |= {"HOME": os.devnull, "TMPDIR": str(folder)}
     ran = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout
@@ -72,8 +87,25 @@ def test_an_editable_install_is_a_path(source, tmp_path):
 
 def test_commands_work_in_an_empty_folder(installed, tmp_path):
     assert "memory_waste" in run(tmp_path, installed / "pagelab", "list")
-    assert "rank 1 of 1" in run(tmp_path, installed / "pagelab", "try", "lru")
+    assert "1 of 1" in run(tmp_path, installed / "pagelab", "try", "lru", "--capacity-percent=5")
     assert (tmp_path / "results/try/hit_rate.png").stat().st_size > 5_000
+    private = tmp_path / f"pagelab-{os.geteuid()}"
+    assert [*private.rglob("operations.*.nbi")]
+    private.symlink_to(private.rename(tmp_path / "moved"))  # it may be another user's
+    assert run(tmp_path, "env", "NUMBA_OPT=0", installed / "python", "-c", EXECUTE) == "[0, 3]\n"
+    assert {".ptx", ".nbi"} <= {path.suffix for path in tmp_path.glob("tmp*/**/*")}
+
+
+def test_numba_keeps_code_only_in_a_folder_of_the_user(tmp_path, monkeypatch):
+    monkeypatch.setattr("numba.njit", Mock(side_effect=RuntimeError))  # numba finds no folder
+    monkeypatch.setattr("numba.config.reload_config", lambda: None)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("os.geteuid", lambda: -1)
+    monkeypatch.setenv("NUMBA_CACHE_DIR", "")
+    assert operations._finds_folder()
+    assert Path(os.environ["NUMBA_CACHE_DIR"]) in {*tmp_path.iterdir()} - {tmp_path / "pagelab--1"}
+    monkeypatch.setattr("tempfile.tempdir", os.devnull)
+    assert not operations._finds_folder()
 
 
 def test_every_imported_package_is_a_declared_dependency():

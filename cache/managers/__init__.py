@@ -126,12 +126,6 @@ def make_manager(
 
 
 __all__ = [
-    "MANAGERS",
-    "AllocStatus",
-    "CacheManager",
-    "CacheStats",
-    "InterruptedChange",
-    "UnsupportedByDesign",
-    "make_manager",
-    "manager_class",
-]
+    "MANAGERS", "AllocStatus", "CacheManager", "CacheStats", "InterruptedChange",
+    "UnsupportedByDesign", "make_manager", "manager_class",
+]  # fmt: skip

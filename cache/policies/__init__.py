@@ -99,19 +99,7 @@ def as_policy(policy: str | EvictionPolicy, **options) -> EvictionPolicy:
 
 
 __all__ = [
-    "POLICIES",
-    "BlockHistory",
-    "ClassPolicy",
-    "EvictionPolicy",
-    "LeafPolicy",
-    "PriorityPolicy",
-    "QueueInformed",
-    "QueuePolicy",
-    "RequestInfo",
-    "Retained",
-    "Safeguarded",
-    "WrappingPolicy",
-    "as_policy",
-    "make_policy",
-    "record",
-]
+    "POLICIES", "BlockHistory", "ClassPolicy", "EvictionPolicy", "LeafPolicy", "PriorityPolicy",
+    "QueueInformed", "QueuePolicy", "RequestInfo", "Retained", "Safeguarded", "WrappingPolicy",
+    "as_policy", "make_policy", "record",
+]  # fmt: skip

@@ -22,7 +22,7 @@ from cache.policies.queues import QueuePolicy
 from cache.policies.random import Random
 from cache.replay import compiled_classes, compiled_leaves, compiled_queues
 from cache.replay.containers import LINKS, bag, empty_lists, ghosts, heaps, link, unlink
-from cache.replay.operations import Operations
+from cache.replay.operations import ON_DISK, Operations
 from cache.traces.trace import Trace
 
 _NUMBERS = "depth", "accessed", "before", "inserted", "accesses", "priority", "queued"
@@ -171,7 +171,7 @@ def _give_up(self, block):
     self._ghosts.add(block)
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=ON_DISK)
 def next_uses_of(block_ids, offsets, num_unique, capacity):
     """For each block reference: number of the next request that uses the block; inf for never.
 

@@ -34,7 +34,7 @@ from cache.blocks.groups import Group, check_retention
 from cache.checks import shown
 from cache.policies.base import EvictionPolicy, check_victims
 from cache.replay.compiled import next_uses_of
-from cache.replay.operations import _KINDS, _make, request_info
+from cache.replay.operations import _KINDS, ON_DISK, _make, request_info
 from cache.traces.trace import Trace, _picked
 
 NO_PAGE, NO_CONTENT = -1, -2
@@ -210,7 +210,7 @@ def _replay_of(key: str | None) -> Callable:
 def _compile(key: str) -> Any:
     replay = _replay_of(key)
     replay.__qualname__ += f".{key.partition(':')[0]}"  # a file for each policy
-    return numba.njit(nogil=True, cache=_KINDS[key].is_built_in)(replay)
+    return numba.njit(nogil=True, cache=ON_DISK and _KINDS[key].is_built_in)(replay)
 
 
 def _replay_in_python(prepare: Callable, trace: Trace, policy: EvictionPolicy, capacity: int):

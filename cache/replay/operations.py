@@ -15,8 +15,11 @@ import functools
 import hashlib
 import inspect
 import math
+import os
+import tempfile
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,6 +114,27 @@ def _prepare(trace: Trace, capacity: int) -> tuple[Trace, tuple]:
     return trace, (block_ids, trace.offsets, capacity, trace.request_facts, resident)
 
 
+def _finds_folder() -> bool:
+    """Whether numba finds a folder for compiled code: its own, or one in the temporary folder that
+    only the user can write, because numba runs what it finds."""
+    with suppress(RuntimeError):
+        numba.njit(cache=True)(_finds_folder)  # looks for its own, compiles nothing
+        return True
+    with suppress(OSError):
+        folder = Path(tempfile.gettempdir(), f"pagelab-{os.geteuid()}")
+        with suppress(FileExistsError):
+            folder.mkdir(0o700)
+        found = folder.lstat()
+        is_private = found.st_uid == os.geteuid() and found.st_mode & 0o170777 == 0o040700
+        os.environ["NUMBA_CACHE_DIR"] = str(folder) if is_private else tempfile.mkdtemp()
+        numba.config.reload_config()
+        return True
+    return False
+
+
+ON_DISK = _finds_folder()
+
+
 @numba.njit(inline="always")
 def request_info(row, has_ended):
     """``RequestInfo`` of a row of ``Trace.request_facts``, before or after the request's end."""
@@ -154,7 +178,7 @@ def _compile(key: str) -> Any:
         return hits, evictions
 
     run.__qualname__ += f".{key.partition(':')[0]}"  # a file for each policy
-    return numba.njit(nogil=True, cache=_KINDS[key].is_built_in)(run)
+    return numba.njit(nogil=True, cache=ON_DISK and _KINDS[key].is_built_in)(run)
 
 
 class _Self(types.Type):

@@ -12,19 +12,23 @@ docs/executor.md lists the checks, their limits and the supported instructions.
     launch.py, tensors.py, project.py             Triton's launches
 """
 
+import os
+
+import numba
+import triton
+
+try:
+    numba.njit(cache=True)(lambda: None)  # looks for a folder, compiles nothing
+except RuntimeError:  # there is none
+    os.environ["NUMBA_CACHE_DIR"] = triton.knobs.cache.dir
+    numba.config.reload_config()
+
 from kernels.executor.counts import Counts
 from kernels.executor.faults import Fault, FaultKind, UnknownInstruction
 from kernels.executor.launch import Execution, LaunchRecord, execute_ptx, run_ptx
 from kernels.executor.targets import MULTIPROCESSORS
 
 __all__ = [
-    "MULTIPROCESSORS",
-    "Counts",
-    "Execution",
-    "Fault",
-    "FaultKind",
-    "LaunchRecord",
-    "UnknownInstruction",
-    "execute_ptx",
-    "run_ptx",
-]
+    "MULTIPROCESSORS", "Counts", "Execution", "Fault", "FaultKind", "LaunchRecord",
+    "UnknownInstruction", "execute_ptx", "run_ptx",
+]  # fmt: skip
