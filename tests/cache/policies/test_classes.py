@@ -85,7 +85,7 @@ def long_traces(draw):
     """Prompts of a few blocks with a common beginning or none, some empty, at equal or
     unknown times."""
     generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    now, requests = -1000.0, []
+    now, requests = 0.0, []
     for _ in range(300):
         now += generator.choice([0.0, 1.0, 300.0, 10_000.0])
         prompt = generator.integers(0, 12) * 20 + np.arange(generator.integers(0, 7))
