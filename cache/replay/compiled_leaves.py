@@ -4,6 +4,7 @@ Block numbers are the dense ids of the trace, and serve as keys, too.
 """
 
 import inspect
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -45,12 +46,12 @@ def operations_of(
             return ordered(num_blocks)
         if isinstance(value, Bag):
             return bag(trace, vars(policy)["_generator"])
-        if isinstance(value, list):
+        if isinstance(value, list | array):
             is_heaps = isinstance(value[0], LazyHeap)
             return heaps(num_blocks, capacity, len(value)) if is_heaps else np.array(value, float)
         return value
 
-    known = EvictionPolicy, LazyHeap, OrderedDict, Bag, list, int, float, RequestInfo
+    known = EvictionPolicy, LazyHeap, OrderedDict, Bag, list, array, int, float, RequestInfo
     attributes = {n: v for n, v in vars(policy).items() if isinstance(v, known) and n != "seed"}
     state = {name: converted(value) for name, value in attributes.items()}
     if any(value is None for value in state.values()):
