@@ -190,6 +190,8 @@ class _Reader:
 
     def close_labels(self, labels: dict[str, int]) -> None:
         """Give the labels of a block that ends unique names."""
+        if not labels:  # most blocks: of inline assembly
+            return
         names = {label: f"{label}@{at}" for label, at in labels.items()}
         for number, one in enumerate(self.program.instructions):
             if names.keys() & {*one.operands}:

@@ -4,6 +4,7 @@ Sources: CUDA programming guide, table of compute capabilities; "Target ISA note
 instruction in the PTX ISA. `refusal` covers only instructions that the executor supports.
 """
 
+import functools
 import re
 
 MULTIPROCESSORS = {"sm_75": 40, "sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132}
@@ -36,6 +37,7 @@ def number_of(target: str) -> int:
     return int(target.removeprefix("sm_").rstrip("af"))
 
 
+@functools.cache
 def refusal(opcode: str, target: str) -> str:
     """Reason why `target` ("sm_80", "sm_90a" ...) lacks an instruction; "" if it has it."""
     number = number_of(target)
