@@ -74,7 +74,6 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_code_prints_what_the_page_says(page, folder):
     """A block that begins with the name of a file is written to it; a command may run the file."""

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 import cache
 from cache.traces.trace import Trace
 from experiments import block_size
@@ -14,7 +12,6 @@ def grid(**options):
     return list(block_size.EXPERIMENT.checked_cells(block_size.BlockSize(**options)))
 
 
-@pytest.mark.slow
 def test_coarse_blocks_cost_hits_and_slots(tiny_run, inputs):
     rows = tiny_run("block_size").rows
     hits = rows[rows["part"] == "hit_rate"]

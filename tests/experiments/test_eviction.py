@@ -16,7 +16,6 @@ def grid(**options):
     return list(eviction.EXPERIMENT.checked_cells(eviction.Eviction(**options)))
 
 
-@pytest.mark.slow
 def test_hit_rates_are_those_of_the_replay_between_lru_and_the_bounds(tiny_run, inputs):
     run = tiny_run("eviction")
     trace, rows = cache.load_trace(inputs["chat"]), run.rows

@@ -23,7 +23,6 @@ UNTIMED |= {"hybrid": 568, "predictions": 1}
 """Experiments that count or model, and how far apart the cells are that a test computes again."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(EXPERIMENTS.keys() - WITHOUT_TINY_RUN))
 def test_a_tiny_run_gives_the_table_and_the_figures(name, tiny_run, tmp_path, monkeypatch):
     run = tiny_run(name)
@@ -42,7 +41,6 @@ def test_a_tiny_run_gives_the_table_and_the_figures(name, tiny_run, tmp_path, mo
         assert plot_results(EXPERIMENTS[name], tmp_path), "a table that lacks rows has figures too"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(EXPERIMENTS))
 def test_each_curve_of_a_figure_has_its_own_colour_and_marker(name, request, tmp_path, monkeypatch):
     """In the committed results, in a quick run if there is one here, and in a tiny run."""

@@ -1,11 +1,9 @@
 import pandas as pd
-import pytest
 
 import cache
 from experiments import hybrid
 
 
-@pytest.mark.slow
 def test_hit_rates_are_those_of_the_replay_in_pools_of_equal_bytes(tiny_run, inputs):
     rows = tiny_run("hybrid").rows.query("part == 'replay'").set_index(["layout", "policy"])
     trace = cache.load_trace(inputs["chat"])

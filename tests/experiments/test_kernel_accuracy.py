@@ -31,7 +31,6 @@ def rows():
     return pd.DataFrame([row for cell in cells for row in kernel_accuracy.run_cell(cell)])
 
 
-@pytest.mark.slow
 def test_every_kernel_is_within_the_bound(rows):
     assert rows["passed"].all()
     assert (rows["bound"] == 2 * rows["eager_error"] + 1e-5).all()

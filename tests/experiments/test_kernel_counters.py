@@ -31,7 +31,6 @@ def test_every_op_is_counted_and_a_skewed_batch_has_as_many_tokens():
         assert sum(lengths[0]) == sum(lengths[1])
 
 
-@pytest.mark.slow
 def test_the_counts_of_a_store_follow_from_its_work(tiny_run):
     """64 tokens of 2 heads of 128: rows of 16 bytes per thread, 512 per request, each row once."""
     rows = tiny_run("kernel_counters").rows
@@ -52,7 +51,6 @@ def test_the_counts_of_a_store_follow_from_its_work(tiny_run):
     assert len(store) == 1
 
 
-@pytest.mark.slow
 def test_a_decode_reads_the_context_once(tiny_run):
     rows = tiny_run("kernel_counters").rows
     decode = rows[rows["op"] == "decode"]
@@ -76,7 +74,6 @@ def test_a_missing_import_of_a_file_is_named(tmp_path):
         del sys.modules[name]
 
 
-@pytest.mark.slow
 def test_the_figure_has_units_and_every_kernel(tiny_run, drawn, tmp_path):
     EXPERIMENT.plot(tiny_run("kernel_counters").rows, tmp_path)
     labels = {axis.get_xlabel() for axis in drawn["counts"].axes}

@@ -3,13 +3,11 @@
 from pathlib import Path
 
 import pandas as pd
-import pytest
 
 from kernels.compiled.architectures import ARCHITECTURES
 from kernels.compiled.shipped import shipped_calls
 
 
-@pytest.mark.slow
 def test_rows_of_split_decode(tiny_run):
     rows = tiny_run("kernel_resources").rows
     assert list(rows["kernel"]) == ["paged_decode", "merge_splits"]

@@ -104,7 +104,6 @@ def test_a_gpu_and_a_kernel_that_there_are_not_are_refused_with_a_list():
         model.microseconds("H100-SXM", launched, EMPTY)
 
 
-@pytest.mark.slow
 def test_medians_meet_their_bars_where_the_model_was_not_fitted(tiny_run):
     run = tiny_run("kernel_time")
     errors = run.rows[run.rows["part"] == "errors"].set_index("family")

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
-import pytest
 
 TINY = Path(__file__).with_name("tiny_experiment.py")
 
@@ -31,7 +30,6 @@ def alive(process: int) -> bool:
     return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
-@pytest.mark.slow
 def test_a_killed_sweep_continues_where_it_stopped(journal, tmp_path):
     """Interrupted, then killed, then run to the end; in a folder é, in an ASCII locale."""
     folder = tmp_path / "é" / "tiny" / "cpu"

@@ -91,7 +91,6 @@ def test_a_sample_is_spread_over_the_trace_without_impossible_rows(inputs, monke
         memory_waste.sample(source, 4)
 
 
-@pytest.mark.slow
 def test_pages_hold_more_than_reservations_and_every_slot_is_accounted_for(tiny_run):
     rows = tiny_run("memory_waste").rows
     shares = rows[[f"{kind}_fraction" for kind in KINDS]]

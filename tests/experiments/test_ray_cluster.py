@@ -16,7 +16,6 @@ from experiments.registry import EXPERIMENTS
 
 ray = pytest.importorskip("ray")
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.xdist_group("ray"),
 ]

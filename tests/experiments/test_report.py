@@ -16,7 +16,6 @@ import cache
 from experiments import cli, report, style
 from experiments.registry import EXPERIMENTS
 
-pytestmark = pytest.mark.slow
 RESULTS = Path(__file__).parents[2] / "results"
 FOLDERS = [folder for name in EXPERIMENTS for folder in (RESULTS / name).glob("*")]
 FIGURES = [path for folder in FOLDERS for path in folder.glob("*.png")]

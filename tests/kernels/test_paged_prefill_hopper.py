@@ -116,7 +116,6 @@ def test_registers_suffice(compiling_process):
     assert compiling_process(RESOURCES) == "_hopper_prefill_kernel 12 0 8\n"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_on_executed_ptx(part, run_compiled, pytestconfig):
     """Without --all, with the first and the fifth shape: fp16, interleaved, larger blocks."""

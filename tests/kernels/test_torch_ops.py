@@ -69,7 +69,6 @@ def test_eager_calls_bypass_the_dispatcher(device):
     assert not OperatorCalls(device).calls
 
 
-@pytest.mark.slow
 def test_opcheck_of_every_operator(device, monkeypatch):
     monkeypatch.setattr("torch.compiler.is_compiling", lambda: True)
     calls, checked = OperatorCalls(device).calls, set()
@@ -100,7 +99,6 @@ def trace(how, step, args):
     return torch.export.export(Module(), args, strict=how == "export-strict").module()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["compile", "dynamic", "export", "export-strict"])
 def test_traces_without_a_graph_break_and_computes_the_same(how, device):
     ops, inputs = zip(*public_calls(device), strict=True)

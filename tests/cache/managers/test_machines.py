@@ -330,6 +330,6 @@ if OWN:
     TestOwn = OwnMachine.TestCase
 TestPaged = PagedMachine.TestCase
 TestContiguous = ContiguousMachine.TestCase
-TestNanoVLLM = pytest.mark.slow(NanoVLLMMachine.TestCase)
-TestVLLMv1 = pytest.mark.slow(VLLMv1Machine.TestCase)
-TestRadix = pytest.mark.slow(RadixMachine.TestCase)
+TestNanoVLLM = NanoVLLMMachine.TestCase
+TestVLLMv1 = VLLMv1Machine.TestCase
+TestRadix = RadixMachine.TestCase

@@ -1,6 +1,5 @@
 """vllm_v0 under random operations, swaps included, against a model of both devices."""
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
@@ -185,4 +184,4 @@ class VLLMv0Machine(CachingMachine):
 VLLMv0Machine.TestCase.settings = settings(
     max_examples=6 * settings.default.max_examples, stateful_step_count=40
 )
-TestVLLMv0Machine = pytest.mark.slow(VLLMv0Machine.TestCase)
+TestVLLMv0Machine = VLLMv0Machine.TestCase

@@ -120,7 +120,6 @@ print([compile_cell("sm_90", cell) for cell in cells])
 """
 
 
-@pytest.mark.slow
 def test_kernels_of_the_stages_are_compiled_ahead():
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", COMPILE]

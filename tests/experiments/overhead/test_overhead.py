@@ -22,7 +22,6 @@ LAUNCHES["select blocks"] = 2
 """Kernels that a call launches, if not one."""
 
 
-@pytest.mark.slow
 def test_the_tiny_run_has_every_part_with_its_phases_and_quantiles(tiny_run, inputs):
     rows = tiny_run("overhead").rows.set_index("part")
     assert (rows["us_p20"] <= rows["us"]).all()

@@ -4,8 +4,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.parametrize("part", range(8))
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
