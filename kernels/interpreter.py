@@ -1,7 +1,7 @@
 """Patches of Triton's interpreter that avoid repeated work.
 
 Without a GPU, kernels run in Triton's interpreter, where Python overhead per operation dominates.
-The patches remove about two thirds of these kernels' time and do not change results.
+The patches remove about three quarters of these kernels' time and do not change results.
 """
 
 import functools
@@ -53,8 +53,27 @@ def _by_name(get_np_dtype: Callable) -> Callable:
     return get
 
 
+def _once(init: Callable, key: Callable) -> Callable:
+    """Copy a block type, or all of a tensor but its handle, from the first one with an equal key.
+    Triton wraps and unwraps every size of a shape."""
+    known = {}
+
+    @functools.wraps(init)
+    def initialise(self, first, second):
+        if (found := key(first, second)) not in known:
+            init(self, first, second)
+            known[found] = vars(self).copy()
+        vars(self).update(known[found])
+        if "handle" in known[found]:
+            self.handle = first
+
+    return initialise
+
+
 def hasten() -> None:
     """Install the patches that apply to the installed version of Triton."""
+    tl.block_type.__init__ = _once(tl.block_type.__init__, lambda of, shape: (of.name, *shape))
+    tl.tensor.__init__ = _once(tl.tensor.__init__, lambda handle, type: type.name)
     for name, hastened in (("_patch_lang", _once_per_launch), ("_get_np_dtype", _by_name)):
         if hasattr(interpreter, name):
             setattr(interpreter, name, hastened(getattr(interpreter, name)))
