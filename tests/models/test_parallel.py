@@ -1,10 +1,8 @@
 """Tensor parallelism over gloo: two processes on one CPU."""
 
-import json
 import multiprocessing
-import os
-import subprocess
-import sys
+import threading
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,6 +20,25 @@ KV_DTYPES = {"llama_biased": None, "qwen3": None, "llama": "fp8_e4m3"}
 """By checkpoint.  qwen3 has one KV head, which both ranks hold; of two each rank has one."""
 
 
+@pytest.fixture(autouse=True)
+def end_ranks():
+    """Ends the other ranks when called, and after a minute.  A rank that waits in a collective,
+    which no signal interrupts, then raises."""
+    others = set(multiprocessing.active_children())
+
+    def end() -> None:
+        for child in set(multiprocessing.active_children()) - others:
+            child.kill()
+            child.join()
+
+    timer = threading.Timer(60, end)
+    timer.start()
+    yield end
+    timer.cancel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def generate(folder, tensor_parallel_size, **options):
     """Tokens of all completions, and the number of KV heads here."""
     sizes = {"tensor_parallel_size": tensor_parallel_size, "block_size": 4, "num_blocks": 12}
@@ -32,35 +49,39 @@ def generate(folder, tensor_parallel_size, **options):
     return [[out.token_ids for out in output.outputs] for output in (*greedy, *sampled)], kv_heads
 
 
-def run_rank(out: str, *folders: str) -> None:
-    """Write what this rank of torchrun's gets from collectives and from each checkpoint."""
+def run_rank(folders: list[Path]) -> list:
+    """What this rank of torchrun's gets from collectives and from each checkpoint."""
     torch.set_num_threads(1)
     tp = join_tensor_parallel(2, CPU)
     x = torch.arange(3.0) + tp.rank
     got = [tp.all_gather_last(x).tolist(), tp.all_reduce(x).tolist(), tp.min(5 - tp.rank, CPU)]
     for folder, dtype in zip(folders, KV_DTYPES.values(), strict=True):
         got.append(generate(folder, 2, preemption="swap", kv_cache_dtype=dtype))
-    Path(out, f"{tp.rank}.json").write_text(json.dumps(got))
+    return got
 
 
-def test_two_ranks_of_torchrun_generate_what_one_does(make_checkpoint, tmp_path):
+def test_two_ranks_of_torchrun_generate_what_one_does(make_checkpoint, monkeypatch):
+    """In the environment and with the store that torchrun gives them."""
     folders = [make_checkpoint(name)[0] for name in KV_DTYPES]
     expected = [[0.0, 1.0, 2.0, 1.0, 2.0, 3.0], [1.0, 3.0, 5.0], 4]
     for folder, (checkpoint, dtype) in zip(folders, KV_DTYPES.items(), strict=True):
         tokens, kv_heads = generate(folder, 1, preemption="swap", kv_cache_dtype=dtype)
         assert kv_heads == (1 if checkpoint == "qwen3" else 2)
-        expected.append([tokens, 1])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    paths = {"PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo"}
-    arguments = [*command, __file__, tmp_path, *folders]
-    subprocess.run(arguments, env=os.environ | paths, check=True, timeout=600)
-    assert [json.loads((tmp_path / f"{i}.json").read_text()) for i in range(2)] == [expected] * 2
+        expected.append((tokens, 1))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {"MASTER_ADDR": store.host, "MASTER_PORT": store.port, "WORLD_SIZE": 2, "RANK": 1}
+    environment |= {"TORCHELASTIC_RUN_ID": 0, "TORCHELASTIC_USE_AGENT_STORE": True}
+    for name, value in (environment | {"GLOO_SOCKET_IFNAME": "lo"}).items():
+        monkeypatch.setenv(name, str(value))
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:
+        result = other.submit(run_rank, folders)
+        monkeypatch.setenv("RANK", "0")
+        assert run_rank(folders) == result.result() == expected
 
 
-def test_the_library_starts_the_other_rank_itself(make_checkpoint):
+def test_the_library_starts_the_other_rank_itself(make_checkpoint, end_ranks):
     folder, _ = make_checkpoint("llama")
     alone, _ = generate(folder, 1)
-    of_others = set(multiprocessing.active_children())
     llm = LLM(folder, tensor_parallel_size=2, block_size=4, num_blocks=12)
     try:
         greedy = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=10, session="a"))
@@ -75,9 +96,7 @@ def test_the_library_starts_the_other_rank_itself(make_checkpoint):
         assert [again.outputs[0].token_ids] == alone[0]
         with pytest.raises(ValueError, match="this process leads the ranks of another LLM"):
             LLM(folder, tensor_parallel_size=2, num_blocks=12)
-        for child in set(multiprocessing.active_children()) - of_others:
-            child.kill()
-            child.join()
+        end_ranks()
         for _ in range(2):
             with pytest.raises(RuntimeError, match="tensor-parallel rank 1 has ended"):
                 llm.generate(PROMPTS)
@@ -117,7 +136,3 @@ def test_shares_of_heads():
         TensorParallel(0, 4).share(2, "heads")  # the ranks' outputs are summed: twice too much
     with pytest.raises(ValueError, match="rank=2, size=2"):
         TensorParallel(2, 2)
-
-
-if __name__ == "__main__":
-    run_rank(*sys.argv[1:])

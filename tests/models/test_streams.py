@@ -119,11 +119,11 @@ def test_several_threads():
             if outputs(streams.open(requests(PROMPTS[i % 3]))) != [expected[i % 3]]:
                 wrong.append(i)
 
-    threads = [threading.Thread(target=serve, args=(i,)) for i in range(4)]
+    threads = [threading.Thread(target=serve, args=(i,), daemon=True) for i in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=600)
+        thread.join(timeout=25)
     assert not any(thread.is_alive() for thread in threads)
     assert not wrong
     gc.collect()
