@@ -61,13 +61,8 @@ def load_model(make_checkpoint):
 
     def load(name: str, backend: str = "torch", dtype: torch.dtype = torch.float32):
         folder, _ = make_checkpoint(name)
-        device = torch.device("cpu")
-        model = build_model(
-            ModelConfig.from_folder(folder),
-            make_backend(backend, device),
-            dtype=dtype,
-            device=device,
-        )
+        config, device = ModelConfig.from_folder(folder), torch.device("cpu")
+        model = build_model(config, make_backend(backend, device), dtype=dtype, device=device)
         load_weights(model, folder)
         return model
 

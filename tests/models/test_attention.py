@@ -52,12 +52,9 @@ class Case:
     blocks that lie wholly before the window of the first query."""
 
     def __init__(
-        self,
-        context_lens: list[int],
-        query_lens: list[int],
-        block_size: int,
+        self, context_lens: list[int], query_lens: list[int], block_size: int,
         window_size: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.window_size = window_size
         batch = random_paged_batch(
             context_lens, query_lens=query_lens, block_size=block_size,

@@ -8,7 +8,7 @@ from cache import Group
 from models import LLM, SamplingParams
 from tests.models.tiny import oracle_tokens, tiny_config, tokens_of
 
-GREEDY = SamplingParams(temperature=0, max_tokens=30)
+GREEDY = SamplingParams(temperature=0, max_tokens=18)
 SHARED = [(i * i + 3 * i) % 97 for i in range(70)]
 PROMPTS = [SHARED, [*SHARED[:50], 1, 2, 3], [5], [(i * 5) % 97 for i in range(33)], SHARED[:64]]
 

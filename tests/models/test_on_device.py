@@ -29,6 +29,9 @@ def test_tokens_are_those_of_transformers(
     manager, preemption, checkpoint, variant, overlap, device, make_llm, make_checkpoint
 ):
     """Without and with CUDA graphs on a GPU; with the backends "torch" and "triton" on a CPU."""
+    is_second = not overlap or (checkpoint, preemption) == ("gemma3", "recompute")
+    if device.type == "cpu" and variant and is_second:
+        pytest.skip("interpreted kernels serve each checkpoint once")
     _, oracle = make_checkpoint(checkpoint)
     expected = [oracle_tokens(oracle, prompt, MAX_TOKENS) for prompt in PROMPTS]
     options = SCARCE | {"manager": manager, "overlap": overlap}

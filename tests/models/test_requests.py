@@ -290,10 +290,7 @@ TEMPLATE = """\
 {%- if add_generation_prompt %} <assistant> {% endif %}
 {%- if enable_thinking is defined and not enable_thinking %} w12{% endif %}
 """
-MESSAGES = [
-    {"role": "system", "content": " w1 w2 "},
-    {"role": "user", "content": "w3"},
-]
+MESSAGES = [{"role": "system", "content": " w1 w2 "}, {"role": "user", "content": "w3"}]
 
 
 @pytest.fixture
