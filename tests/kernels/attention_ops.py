@@ -11,20 +11,19 @@ from torch.overrides import TorchFunctionMode
 import kernels
 from kernels.testing.cases import Case, make_case
 
-SHAPE = {
-    "num_q_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 32,
-    "block_size": 16,
-    "dtype": torch.float16,
-}
+SHAPE = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 32, "block_size": 16}
+SHAPE |= {"dtype": torch.float16}
 
 
-def assert_accurate(op: str, inputs: dict[str, Any], call: Callable | None = None) -> None:
-    """Output and LSE by the rule of kernels/testing/accuracy.py. call: makes it; the op if None."""
+def assert_accurate(op: str, inputs: dict[str, Any], call: Callable | None = None):
+    """Judge output and LSE by the rule of kernels/testing/accuracy.py and return them.
+
+    call: makes them; the op if None."""
     case = Case(op, inputs | {"return_lse": True}, returns=("out", "lse"))
-    for name, result in case.judge(call).items():
+    results = (call or case.call)()
+    for name, result in case.judge(lambda: results).items():
         assert result.passed, f"{name}: {result}, bound {result.bound:.3g}"
+    return results
 
 
 class ScoreRounding(TorchFunctionMode):
@@ -111,10 +110,10 @@ class AttentionOp:
         options |= self.splits(num_splits) | {"return_lse": True}
         return self.function(**call | options)
 
-    def assert_matches_reference(self, call, num_splits: int | None = None) -> None:
-        """Output and LSE; num_splits None chooses, unless the call does."""
+    def assert_matches_reference(self, call, num_splits: int | None = None):
+        """Output and LSE, which are returned. num_splits None: that of the call, or the default."""
         splits = {} if num_splits is None else self.splits(num_splits)
-        assert_accurate(self.op, call | splits)
+        return assert_accurate(self.op, call | splits)
 
 
 def _prefill(lengths) -> dict[str, Any]:

@@ -11,11 +11,7 @@ from kernels import flash_attn_compat
 from kernels.testing.accuracy import bits
 from kernels.testing.cases import make_case
 
-ATTENTION = (
-    "paged_decode_attention",
-    "paged_prefill_attention",
-    "shared_prefix_decode_attention",
-)
+ATTENTION = ("paged_decode_attention", "paged_prefill_attention", "shared_prefix_decode_attention")
 FP8_OPS = (*ATTENTION, "store_kvcache", "rope_store_kvcache")
 """Ops that take the scales of an fp8 cache."""
 

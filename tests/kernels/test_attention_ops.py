@@ -27,7 +27,7 @@ without_prefix = pytest.mark.parametrize(
 whole_and_split = pytest.mark.parametrize("num_splits", [1, 3])
 
 
-@pytest.mark.parametrize("group_size", [17, 71])
+@pytest.mark.parametrize("group_size", [17, 35])
 @every_op
 def test_group_sizes(op, group_size, device):
     call = op.call(device, op.few, num_q_heads=2 * group_size)
@@ -37,8 +37,11 @@ def test_group_sizes(op, group_size, device):
 @every_op
 @whole_and_split
 def test_result_is_written_to_out_in_its_dtype(op, num_splits, device):
+    """And the LSE is returned only when asked for."""
     call = op.call(device, op.few)
-    expected, _ = op.run(call, num_splits)
+    expected, lse = op.run(call, num_splits)
+    assert (lse.shape, lse.dtype) == (expected.shape[:2], torch.float32)
+    assert torch.equal(op.function(**call | op.splits(num_splits)), expected)
     wider = torch.zeros(len(call["q"]), 4, 2, 32, dtype=torch.float16, device=device)
     out = wider[:, :, 1]
     assert op.run(call | {"out": out}, num_splits)[0] is out
@@ -50,26 +53,13 @@ def test_result_is_written_to_out_in_its_dtype(op, num_splits, device):
     assert not torch.equal(wide, wide.half().float())
 
 
-@every_op
-def test_lse_is_returned_only_when_asked_for(op, device):
-    call = op.call(device, op.few)
-    out = op.function(**call)
-    assert isinstance(out, torch.Tensor)
-    with_lse, lse = op.run(call)
-    assert torch.equal(out, with_lse)
-    assert (lse.shape, lse.dtype) == (out.shape[:2], torch.float32)
-
-
 @pytest.mark.parametrize(
-    ("kv_dtype", "block_sizes"),
-    [(None, (1, 24)), (FP8_DTYPE, (3,))],
-    ids=["fp16", "fp8"],
+    ("kv_dtype", "block_sizes"), [(None, (1, 24)), (FP8_DTYPE, (3,))], ids=["fp16", "fp8"]
 )
 @every_op
 def test_block_size_changes_nothing(op, kv_dtype, block_sizes, device):
     call = op.call(device, kv_dtype=kv_dtype)  # blocks of 16
-    op.assert_matches_reference(call, num_splits=2)
-    expected = op.run(call, num_splits=2)
+    expected = op.assert_matches_reference(call, num_splits=2)
     for block_size in block_sizes:
         call = op.call(device, kv_dtype=kv_dtype, block_size=block_size)
         assert same(op.run(call, num_splits=2), expected), block_size
@@ -134,8 +124,9 @@ def test_extreme_sinks(op, num_splits, device):
     op.assert_matches_reference(op.call(device) | {"sinks": sinks}, num_splits)
 
 
-@pytest.mark.parametrize(("scale", "slope"), [(0.25, 0), (-0.25, 0), (0.25, 1), (-0.25, 1)])
-@whole_and_split
+@pytest.mark.parametrize(
+    ("scale", "slope", "num_splits"), [(0.25, 0, 1), (-0.25, 0, 3), (0.25, 1, 3), (-0.25, 1, 1)]
+)
 @every_op
 def test_small_differences_of_large_scores(op, num_splits, scale, slope, device):
     """Scores are 2^23 + 0 to 3: exact, but beside such a maximum an LSE has no room for a sum."""
@@ -160,8 +151,11 @@ def test_batches_of_any_size_fit_a_grid(op, device):
         assert max((1, *grid[1:])) <= 65535
 
 
-@given(cut=st.sampled_from([0, 20]) | st.integers(1, 19), first_has_sinks=st.booleans())
-@whole_and_split
+@given(
+    num_splits=st.sampled_from([1, 3]),
+    cut=st.sampled_from([0, 20]) | st.integers(1, 19),
+    first_has_sinks=st.booleans(),
+)
 @without_prefix
 def test_merged_parts_of_a_context_are_the_whole(op, num_splits, cut, first_has_sinks, device):
     """Cut anywhere, so that a part may be empty, with the sinks in either part."""
@@ -200,8 +194,8 @@ def test_batch_invariance(op, kv_dtype, num_splits, device):
 
 
 @given(
-    own=st.tuples(st.integers(1, 20), st.integers(0, 180)),
-    neighbours=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 180)), max_size=2),
+    own=st.tuples(st.integers(1, 20), st.integers(0, 140)),
+    neighbours=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 140)), max_size=2),
     place=st.integers(0, 2),
     group_size=st.integers(1, 3),
     spare_blocks=st.integers(0, 20),

@@ -19,19 +19,6 @@ from kernels.tiles import force_target, target_of
 DECODE = OPS["decode"]
 
 
-@pytest.mark.parametrize("num_splits", [1, 2])
-def test_equal_scales_are_bitwise_alike_in_every_form(num_splits, device):
-    call = DECODE.call(device, (70, 5), kv_dtype=FP8_DTYPE)
-    forms = [0.5, torch.tensor(0.5), torch.tensor([0.5]), torch.tensor([0.5, 0.5])]
-    forms = [form.to(device) if isinstance(form, torch.Tensor) else form for form in forms]
-    results = [DECODE.run(call, num_splits, k_scale=form, v_scale=form) for form in forms]
-    for result in results[1:]:
-        assert same(result, results[0])
-    one = DECODE.run(call, num_splits, k_scale=1.0, v_scale=torch.ones(2, device=device))
-    assert same(one, DECODE.run(call, num_splits))
-    assert not torch.equal(one[0], results[0][0])
-
-
 def test_more_splits_than_the_merge_reads_at_a_time(device):
     """The last of them weighs most, so that earlier ones have to be scaled down."""
     call = DECODE.call(device, (1100,), num_q_heads=1, num_kv_heads=1, head_dim=256)
@@ -41,22 +28,22 @@ def test_more_splits_than_the_merge_reads_at_a_time(device):
 
 
 @given(
-    lengths=st.lists(st.sampled_from((0, 1, 40, 130, 400)), min_size=1, max_size=7),
+    lengths=st.lists(st.sampled_from((0, 1, 40, 130, 290)), min_size=1, max_size=7),
     num_heads=st.sampled_from((1, 3)),
     num_splits=st.integers(2, 9),
     window_size=st.sampled_from((None, 170)),
+    multiprocessors=st.sets(st.integers(1, 9), min_size=2, max_size=2),
     seed=st.integers(0, 9),
 )
 def test_any_number_of_programs_computes_every_chunk(
-    lengths, num_heads, num_splits, window_size, seed
+    lengths, num_heads, num_splits, window_size, multiprocessors, seed
 ):
     """Programs take chunks in turns or shares of all tiles, see `MAX_UNEVEN`."""
     shape = {"num_q_heads": num_heads, "num_kv_heads": num_heads, "head_dim": 16, "seed": seed}
     call = DECODE.call("cpu", lengths, window_size=window_size, **shape)
-    DECODE.assert_matches_reference(call, num_splits)
-    usual = DECODE.run(call, num_splits)
-    for multiprocessors in (2, 3, 9):  # of two programs each
-        target = replace(target_of(call["q"].device), num_multiprocessors=multiprocessors)
+    usual = DECODE.assert_matches_reference(call, num_splits)
+    for number in multiprocessors:  # of two programs each
+        target = replace(target_of(call["q"].device), num_multiprocessors=number)
         with force_target(target):
             assert same(DECODE.run(call, num_splits), usual)
 
@@ -69,8 +56,8 @@ def test_later_chunks_are_found_in_a_large_batch(device):
     out, lse = DECODE.run(call, num_splits=3)
     for row in (31, 63, 65):
         one = select(call, [row])
-        DECODE.assert_matches_reference(one, num_splits=3)
-        assert same(DECODE.run(one, num_splits=3), (out[[row]], lse[[row]]))
+        alone = DECODE.assert_matches_reference(one, num_splits=3)
+        assert same(alone, (out[[row]], lse[[row]]))
 
 
 @pytest.mark.parametrize("kv_dtype", [None, FP8_DTYPE], ids=["", "fp8"])

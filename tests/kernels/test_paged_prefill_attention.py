@@ -58,7 +58,7 @@ def test_scores_ahead_change_no_bit(window_size, num_splits, device):
 
 @pytest.mark.parametrize("num_splits", [1, 2])
 def test_search_over_many_sequences(num_splits, device, monkeypatch):
-    call = PREFILL.call(device, MIXED)
+    call = PREFILL.call(device, MIXED, **ONE_KV_HEAD)
     expected = PREFILL.run(call, num_splits)
     for module in (MODULE, sys.modules["kernels.split_states"]):
         monkeypatch.setattr(module, "_SEARCH_WIDTH", 2)
@@ -67,14 +67,13 @@ def test_search_over_many_sequences(num_splits, device, monkeypatch):
 
 @pytest.mark.parametrize("window_size", [None, 700])
 def test_a_turn_of_an_agent(window_size, device):
-    """Few queries behind a long prefix, divided by the table of tiles: of the first sequence into
-    half as many chunks as of the second, whose queries fill one tile of rows. Alone, all pairs of
-    a chunk and a tile are launched; beside many single queries tiles are looked up."""
-    lens = ((1200, 40), (1300, 20), (90, 70), (1100, 1))
-    call = PREFILL.call(device, lens, block_size=24) | {"window_size": window_size}
-    PREFILL.assert_matches_reference(call)
-    out, lse = PREFILL.run(call, None)
-    for rows, tokens in (([0], slice(0, 40)), ([0] + 9 * [3], slice(0, 40)), ([1], slice(40, 60))):
+    """Few queries behind a long prefix, divided by the table of tiles; those of the second sequence
+    fill one tile of rows, and the third may have half as many chunks. Alone, all pairs of a chunk
+    and a tile are launched; beside many single queries tiles are looked up."""
+    lens = ((1060, 17), (1100, 16), (80, 65), (1, 1))
+    call = PREFILL.call(device, lens, block_size=24, **ONE_KV_HEAD) | {"window_size": window_size}
+    out, lse = PREFILL.assert_matches_reference(call | {"num_splits": None})
+    for rows, tokens in (([0], slice(0, 17)), ([0] + 9 * [3], slice(0, 17)), ([1], slice(17, 33))):
         alone = PREFILL.run(select(call, rows), None)
         assert same([x[: len(out[tokens])] for x in alone], [out[tokens], lse[tokens]])
 

@@ -34,13 +34,14 @@ ADJACENT = [[1, 5], [0, 4], [5, 1], [4, 0]]
 
 @pytest.mark.parametrize(
     ("pairs", "block_size", "num_copies"),
-    [(ADJACENT, 64, 8), (SCATTERED, 128, 12), (SCATTERED, 64, 0), (ADJACENT, 32, 0)],
+    [(ADJACENT, 8, 8), (SCATTERED, 16, 12), (SCATTERED, 8, 0), (ADJACENT, 4, 0)],
 )
 @pytest.mark.parametrize("hnd", [False, True])
 @pytest.mark.parametrize("to_host", [False, True])
+@mock.patch.object(MODULE, "COPY_ENGINE_BYTES", 2**12)
 def test_the_copy_engine_moves_large_parts(pairs, block_size, num_copies, hnd, to_host, fake_gpu):
-    shape = (2, 2, 8, 8, block_size, 64) if hnd else (2, 2, 8, block_size, 8, 64)
-    src = torch.randn(shape, dtype=torch.float32)  # 2 KiB a token
+    shape = (2, 2, 8, 4, block_size, 16) if hnd else (2, 2, 8, block_size, 4, 16)
+    src = torch.randn(shape, dtype=torch.float32)  # 256 bytes a token
     gpu, host = src.cuda(), src.pin_memory()
     caches = (gpu, torch.zeros_like(host)) if to_host else (host, torch.zeros_like(gpu))
     caches = [cache.transpose(3, 4) if hnd else cache for cache in caches]
