@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import re
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,9 @@ if "--on-device" not in sys.argv and "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests without it must pass on CPU tensors
 if sys.dont_write_bytecode:
     # Workers and child processes would each compile all sources of PyTorch, 3 CPU seconds a time.
-    bytecode = str(Path(__file__).parents[1] / ".pytest_cache" / "bytecode")
+    root = Path(__file__).parents[1]
+    root = root if os.access(root, os.W_OK) else Path(tempfile.mkdtemp())
+    bytecode = str(root / ".pytest_cache" / "bytecode")
     sys.dont_write_bytecode, sys.pycache_prefix = False, bytecode
     os.environ["PYTHONPYCACHEPREFIX"] = bytecode
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # absent if it was -B
