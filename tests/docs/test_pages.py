@@ -24,7 +24,7 @@ from models import generate
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
-    str(path.relative_to(ROOT)): path.read_text()
+    str(path.relative_to(ROOT)): path.read_text("utf-8")
     for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
     if path.stem != "CHANGELOG"
 }

@@ -163,7 +163,7 @@ NO_TIME = r":1: timestamp must be a number of seconds, got '5'"
         (*BAILIAN, bailian("5", 1), "a.jsonl" + NO_TIME),
         (*BAILIAN, bailian(-1, 1), r"a.jsonl:1: timestamp_ms=-1000: needs a finite number of at l"),
         (*SESSION, {"requests": []}, r"trace_1.json:1: missing 'block_size'"),
-        (*SESSION, session(), r"folder must hold trace_\*.json with requests, got '.*'"),
+        (*SESSION, session(), r"folder must hold trace_\*.json with requests, got "),
         (*SESSION, session({**call(0.0, 1), "in": "3"}), r"trace_1.json:1: input_length='3'"),
         (*SESSION, session(call("5", 1)), "trace_1.json" + NO_TIME),
         (*SESSION, session(call(0, 1, 2), call(1, 2)), r"trace_1.json:1: hash_ids: 1 follows the"),
