@@ -168,7 +168,7 @@ def _plot(
 
 def _check_cells(table: Path) -> None:
     """Raise ValueError unless ``table`` has rows and all are complete: pandas fills what lacks."""
-    text = table.read_text()
+    text = table.read_text("utf-8")
     header, *rows = [*csv.reader(io.StringIO(text))] or [[]]
     for number, row in enumerate(rows, start=2):
         if len(row) != len(header):

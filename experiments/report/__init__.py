@@ -35,7 +35,7 @@ def write_report(results: Path, output: Path, experiments: Mapping[str, Experime
     import jinja2
 
     published, captions = (
-        tomllib.loads((_FOLDER / name).read_text().replace(" %", "\u00a0%"))
+        tomllib.loads((_FOLDER / name).read_text("utf-8").replace(" %", "\u00a0%"))
         for name in ("published.toml", "captions.toml")
     )
     pages = []
@@ -83,7 +83,7 @@ def _page(
         "method": _markdown(method),
         "device": folder.name,
         "id": f"{experiment.name}-{folder.name}",
-        "environment": json.loads((folder / "environment.json").read_text()),
+        "environment": json.loads((folder / "environment.json").read_text("utf-8")),
         "figures": [_picture(path, captions) for path in sorted(folder.glob("*.png"))],
         "published": published,
         "tables": [_table(path) for path in (*summaries, folder / "rows.csv")],
