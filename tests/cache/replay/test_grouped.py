@@ -16,8 +16,16 @@ from tests.cache.prefix_traces import prefix_traces, trace_of, trace_of_requests
 from tests.cache.replay.test_serial import in_python
 
 FULL, WINDOW, STATE, SIZE = Group(), Group("window", 5), Group("state"), 4
-OF_EACH_KIND = ["lru", "belady", "gittins", "arc", "random_leaf"]
-"""Policies whose methods are compiled in different ways.  Each takes seconds to compile."""
+
+
+def pytest_generate_tests(metafunc):
+    """Policies whose methods are compiled in different ways, each in seconds.  The last two, which
+    take longest, are compared without groups in ``test_serial.py``, too."""
+    if "policy" in metafunc.fixturenames:
+        some = None if metafunc.config.getoption("--all") else 3
+        metafunc.parametrize("policy", ["lru", "belady", "arc", "gittins", "random_leaf"][:some])
+
+
 OTHERS = [FULL, WINDOW, Group("window", 9), Group("window", 1), STATE]
 path = st.lists(st.integers(0, 1), min_size=1, max_size=7).map(tuple)
 request = st.tuples(st.integers(0, 9000), path, st.integers(-3, 3), st.integers(1, 9))
@@ -85,7 +93,6 @@ def replay_by_definition(trace, capacity, groups, retention, tokens):
     return hits, evictions
 
 
-@pytest.mark.parametrize("policy", OF_EACH_KIND)
 @cases
 def test_a_policy_is_the_same_compiled_and_lru_is_its_definition(
     policy, trace, capacity, groups, retention, tokens
@@ -114,7 +121,6 @@ def test_a_policy_is_the_same_compiled_and_lru_is_its_definition(
             assert compiled.hits.tolist() == full.hits.tolist()
 
 
-@pytest.mark.parametrize("policy", OF_EACH_KIND)
 @given(trace=prefix_traces, capacity=st.integers(1, 12))
 def test_one_full_group_is_the_replay_of_blocks(policy, trace, capacity):
     blocks, pages = (
