@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import tempfile
@@ -9,6 +10,7 @@ import tempfile
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command line.  Returns the exit status.  The command gpu needs no tyro."""
+    gc.set_threshold(50_000, 20, 100)  # imported packages make a million objects that stay
     try:
         status = _run(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()

@@ -53,7 +53,7 @@ class Eviction(OnTraces):
 
     @property
     def group(self) -> tuple[str, ...]:
-        return str(self.policy), self.trace.name
+        return (str(self.policy),)
 
 
 def cells(options: Eviction) -> Iterator[Eviction]:

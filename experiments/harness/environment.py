@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import os
 import platform
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +37,28 @@ def device_slug(experiment: Experiment) -> str:
 
 
 def cuda_available() -> bool:
-    """Whether PyTorch finds a CUDA device."""
+    """Whether PyTorch finds a CUDA device.  It is asked only if there is a driver: that is slow."""
+    if "torch" not in sys.modules and not _has_driver():
+        return False
     import torch
 
     return torch.cuda.is_available()
+
+
+def _has_driver() -> bool:
+    """Whether the library of CUDA's driver is here, or a device of ROCm's, in WSL of DirectX's."""
+    try:
+        ctypes.CDLL("libcuda.so.1")  # as the CUDA runtime opens it
+    except OSError:
+        return os.path.exists("/dev/kfd") or os.path.exists("/dev/dxg")
+    return True
 
 
 def describe(experiment: Experiment, command: list[str]) -> dict[str, Any]:
     """The environment of one run.  It contains no path of this machine."""
     commit, dirty = _git_state()
     cuda: object = None
-    if experiment.gpu != "unused":  # importing torch takes seconds
+    if experiment.gpu != "unused" and cuda_available():
         from torch.version import cuda
     return {
         "command": " ".join(map(_without_folders, command)),

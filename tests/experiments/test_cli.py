@@ -41,6 +41,14 @@ def test_list_shows_every_experiment_its_figure_and_whether_it_uses_a_gpu(capsys
     assert output.count(f"(uses a GPU if there is one: {here})") == uses
 
 
+def test_list_imports_no_package_that_takes_seconds():
+    code = "import sys; from experiments import cli; cli.main(['list']); print(*sys.modules)"
+    printed = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=REPOSITORY)
+    slow = {"matplotlib", "numba", "pandas", "transformers"}
+    slow |= set() if torch.cuda.is_available() else {"torch"}
+    assert not slow & set(printed.split())
+
+
 @pytest.mark.parametrize("command", ["run", "plot"])
 def test_an_unknown_experiment_is_refused_naming_the_choices(refused, command):
     error = refused(command, "evicton")

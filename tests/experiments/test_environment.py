@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from unittest.mock import Mock
 
 import pandas as pd
 import pytest
@@ -25,6 +26,15 @@ def test_names_what_a_result_depends_on_and_files_without_their_folders():
     assert described["command"] == without_folders
     for folder in (os.getcwd(), os.path.expanduser("~"), "/data"):
         assert folder not in str(described)
+
+
+@pytest.mark.parametrize("driver", ["", "libcuda.so.1", "/dev/kfd", "/dev/dxg"])
+def test_pytorch_is_asked_for_a_gpu_where_there_is_a_driver(driver, monkeypatch):
+    monkeypatch.setattr(environment, "sys", Mock(modules={}))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("ctypes.CDLL", lambda name: name == driver or os.stat("/nowhere"))
+    monkeypatch.setattr("os.path.exists", driver.__eq__)
+    assert environment.cuda_available() is bool(driver)
 
 
 RESULTS = Path(__file__).parents[2] / "results"

@@ -30,12 +30,13 @@ def statuses(outcomes):
     return [outcomes[number].status for number in sorted(outcomes)]
 
 
-def test_workers_divide_the_groups_among_them(run):
-    outcomes, begun = run({"sleep": 0.4}, jobs=2, cells=8, groups=2)
-    assert statuses(outcomes) == ["finished"] * 8
-    even, odd = ({worker for n, worker in begun if n % 2 == group} for group in (0, 1))
-    assert len(even | odd) == 2, "both workers had work"
-    assert min(len(even), len(odd)) == 1, "at most the end of one group was taken over"
+@pytest.mark.parametrize(("cells", "groups", "of_each"), [(8, 2, [1, 1]), (6, 1, [1]), (7, 1, [2])])
+def test_workers_divide_the_groups_and_a_long_one_among_them(cells, groups, of_each, run):
+    outcomes, begun = run(jobs=2, cells=cells, groups=groups)
+    assert statuses(outcomes) == ["finished"] * cells
+    workers = [{worker for n, worker in begun if n % groups == group} for group in range(groups)]
+    assert [*map(len, workers)] == of_each
+    assert len(set.union(*workers)) == sum(of_each)
 
 
 @pytest.mark.parametrize("asked", [None, 5])
