@@ -1,5 +1,6 @@
 """Compiled replays are kept on disk, by the code of all built-in policies."""
 
+import functools
 import pickle
 import shutil
 from pathlib import Path
@@ -8,20 +9,13 @@ import numba
 import pytest
 
 import cache
-from cache.policies import PriorityPolicy
-from cache.replay import operations
+from cache.policies.lru import LRU
+from cache.replay import compiled, operations
 from tests.cache.prefix_traces import trace_of
 
 
-def evict_oldest(block):
-    return block.accessed
-
-
-@pytest.fixture
-def registered_anew():
-    """Forgets keys. Of those of another digest, later tests would compile each policy again."""
-    yield operations._register.cache_clear
-    operations._register.cache_clear()
+def insert(self, block, key, parent, depth):
+    pass
 
 
 @pytest.mark.parametrize(
@@ -30,16 +24,18 @@ def registered_anew():
     ids=["built-in", "own"],
 )
 def test_a_built_in_policy_is_compiled_once_and_again_when_code_changes(
-    module, files, tmp_path, monkeypatch, registered_anew
+    module, files, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(evict_oldest, "__module__", module)
+    monkeypatch.setattr(insert, "__module__", module)
+    monkeypatch.setitem(compiled._LRU, "insert", insert)
     kept = []
     for name, digest in (("Own", "a"), ("Own", "a"), ("Own", "b"), ("Other", "b"))[: len(files)]:
         monkeypatch.setattr(operations, "_RUNS", {})
         monkeypatch.setattr(operations, "_digest", lambda digest=digest: digest)
-        registered_anew()
-        policy = type(name, (PriorityPolicy,), {"priority": staticmethod(evict_oldest)})()
+        register = functools.cache(operations._register.__wrapped__)  # with keys of this digest
+        monkeypatch.setattr(operations, "_register", register)
+        policy = type(name, (LRU,), {})()
         assert cache.simulate(trace_of([(0,)] * 3), policy=policy, capacity_blocks=2).compiled
         kept.append(len([*tmp_path.rglob("*.nbc")]))
     assert kept == files
@@ -47,11 +43,10 @@ def test_a_built_in_policy_is_compiled_once_and_again_when_code_changes(
     assert len(indices) == 2 * (module != "own")
 
 
-@pytest.mark.parametrize("kind", ["nbi", "nbc"])
 @pytest.mark.filterwarnings("error")
-def test_what_is_kept_but_cannot_be_read_is_compiled_anew(kind, tmp_path, monkeypatch):
+def test_what_is_kept_but_cannot_be_read_is_compiled_anew(tmp_path, monkeypatch):
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-    for _ in range(2):
+    for kind in ("nbi", "nbc", "nbi"):
         monkeypatch.setattr(operations, "_RUNS", {})
         assert cache.simulate(trace_of([(0,)] * 3), policy="lru", capacity_blocks=2).compiled
         (kept,) = tmp_path.rglob(f"*.lru-*.{kind}")
