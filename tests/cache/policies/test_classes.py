@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from dataclasses import replace
+from operator import attrgetter
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from tests.cache.prefix_traces import prefix_traces, trace_of
 BINS = 32
 ENDS = np.array([0.0, *(2.0**bin_ for bin_ in range(BINS))])
 """Ends of the age bins, ms."""
+BY_NUMBER = attrgetter("number")
 
 
 class Rare(ClassPolicy):
@@ -45,21 +47,18 @@ def checked(policy_class: type[ClassPolicy]) -> ClassPolicy:
         num_learned = 0
 
         def evict(self):
-            records = {block: self._blocks[block] for block in self._released}
-            oldest = {}
-            for block, record in sorted(records.items(), key=lambda item: item[1].number):
-                oldest.setdefault(record.class_, block)
-            ranks = {
-                block: (
-                    np.interp(self._now - records[block].released_ms, ENDS, self._worths[class_]),
-                    records[block].number,
-                )
-                for class_, block in oldest.items()
+            records = self._blocks.copy()
+            released = sorted(map(records.get, self._released), key=BY_NUMBER, reverse=True)
+            oldest = {record.class_: record for record in released}
+            worths = {
+                it.number: np.interp(self._now - it.released_ms, ENDS, self._worths[class_])
+                for class_, it in oldest.items()
             }
             victim = super().evict()
-            worth, number = min(ranks.values())
-            assert ranks[victim][0] == pytest.approx(worth, rel=1e-12)
-            assert ranks[victim][1] == number or ranks[victim][0] != worth
+            worth, number = min((worth, number) for number, worth in worths.items())
+            found = records[victim].number
+            assert math.isclose(worths[found], worth, rel_tol=1e-12)
+            assert found == number or worths[found] != worth
             self.num_learned += self._worths.any()
             return victim
 
@@ -191,32 +190,36 @@ def too_high(uses, is_end, idle_ms, request):
     return 12 * (uses == 2)
 
 
-def negative(uses, is_end, idle_ms, request):
-    return -(uses == 2)
+def negative_within(uses, is_end, idle_ms, request):
+    return is_end - 1
 
 
 def endless(returned, gone, worths):
     worths[0, 0] = math.inf
 
 
+TOO_HIGH = {"classify": staticmethod(too_high)}
+BOTH = {"classify": staticmethod(negative_within), "learn": staticmethod(endless)}  # compiled once
+
+
 @pytest.mark.parametrize(
-    ("fields", "message", "is_compiled"),
+    ("fields", "path", "message", "is_compiled"),
     [
-        ({"classify": staticmethod(too_high)}, "classify gave a class beyond 0 to 11", False),
-        ({"classify": staticmethod(negative)}, "classify gave a class beyond 0 to 11", False),
-        ({"classify": staticmethod(negative)}, "classify gave a class beyond 0 to 11", True),
-        ({"learn": staticmethod(endless)}, "learn gave a worth that is not finite", False),
-        ({"learn": staticmethod(endless)}, "learn gave a worth that is not finite", True),
-        ({"ghost_ratio": -1.0}, "ghost_ratio .* got -1.0", False),
-        ({"ghost_ratio": math.inf}, "ghost_ratio .* got inf", True),
+        (TOO_HIGH, (0,), "classify gave a class beyond 0 to 11", False),
+        (BOTH, (0, 1), "classify gave a class beyond 0 to 11", False),
+        (BOTH, (0, 1), "classify gave a class beyond 0 to 11", True),
+        (BOTH, (0,), "learn gave a worth that is not finite", False),
+        (BOTH, (0,), "learn gave a worth that is not finite", True),
+        ({"ghost_ratio": -1.0}, (0,), "ghost_ratio .* got -1.0", False),
+        ({"ghost_ratio": math.inf}, (0,), "ghost_ratio .* got inf", True),
     ],
 )
-def test_faults_of_a_policy_are_named(fields, message, is_compiled):
+def test_faults_of_a_policy_are_named(fields, path, message, is_compiled):
     policy = type("Faulty", (Rare,), fields)()
     if not is_compiled:
         policy.compilable = False
     with pytest.raises(ValueError, match=f"policy 'Faulty': {message}"):
-        cache.simulate(trace_of([(0,)] * 600), policy=policy, capacity_blocks=2)
+        cache.simulate(trace_of([path] * 600), policy=policy, capacity_blocks=2)
 
 
 @pytest.mark.parametrize("method", ["look_up", "miss", "remove", "evict"])
