@@ -73,37 +73,29 @@ def selected(arch, every):
 
 
 def pytest_generate_tests(metafunc):
-    every = metafunc.config.getoption("--all")
-    if "patterns" in metafunc.fixturenames:
-        cases = [
-            (arch, *selection) for arch in ARCHITECTURES for selection in selected(arch, every)
-        ]
-        metafunc.parametrize(("arch", "ops", "patterns"), cases)
+    if "rows" in metafunc.fixturenames:
+        every = metafunc.config.getoption("--all")
+        cases = [(arch, *one) for arch in ARCHITECTURES for one in selected(arch, every)]
+        ids = [f"{arch}-{patterns}" for arch, _, patterns in cases]
+        metafunc.parametrize("rows", cases, indirect=True, ids=ids)
 
 
-def test_nothing_spills(arch, ops, patterns, shipped_resources):
-    """In a loop, or more than MAX_LOCAL_BYTES."""
-    rows = shipped_resources(arch, ops, patterns)
+@pytest.fixture
+def rows(request, shipped_resources):
+    """Rows of one selection, of which none spills in a loop, or more than MAX_LOCAL_BYTES."""
+    _, ops, patterns = request.param
+    rows = shipped_resources(*request.param)
     assert {row["op"] for row in rows} == set(ops or OPS)
     for pattern in patterns.split("|"):
         assert any(re.search(pattern, row["config"]) for row in rows), pattern
     for row in rows:
         assert row["loop_spills"] == 0, name_of(row)
         assert row["local_bytes"] <= MAX_LOCAL_BYTES, name_of(row)
-
-
-@pytest.fixture(scope="module", params=ARCHITECTURES)
-def rows(request, shipped_resources):
-    """Rows of the selected configurations on one architecture."""
-    chosen = selected(request.param, request.config.getoption("--all"))
-    return [row for one in chosen for row in shipped_resources(request.param, *one)]
+    return rows
 
 
 def of_kernels(rows, *names):
-    found = [row for row in rows if row["kernel"] in names]
-    if not found:
-        pytest.skip(f"{' and '.join(names)} of this architecture: with --all")
-    return found
+    return [row for row in rows if row["kernel"] in names]
 
 
 def name_of(row):
