@@ -69,3 +69,7 @@ def test_a_fresh_process_follows_where_the_old_one_is_spent(run, behaviour, fres
     assert len({process for _, process in begun}) == 1 + fresh
     if "dies" in behaviour:
         assert outcomes[0].message == "its worker process died"
+
+
+def test_no_tasks_have_no_outcomes():
+    assert [*run_locally([], jobs=2)] == []
