@@ -45,12 +45,14 @@ def test_a_policy_is_placed_between_lru_and_the_optimum(policy_file, tmp_path, c
 
 
 def test_a_policy_is_tried_on_a_trace_of_ones_own_in_pools_of_ones_own(
-    policy_file, tmp_path, capsys
+    policy_file, tmp_path, capsys, monkeypatch
 ):
     """LRU and the optimum are replayed in the same pools, also for a policy in Python."""
     file, out = tmp_path / "own.csv", tmp_path / "out"
     file.write_text("".join(f"{t},{b}\n" for t, b in enumerate("abcabdabcabd")))
-    cache.save_trace(cache.make_workload("rag"), other := tmp_path / "not_csv.jsonl")
+    rag = cache.make_workload("rag", num_requests=60)
+    cache.save_trace(rag, other := tmp_path / "not_csv.jsonl")
+    monkeypatch.setattr(workloads, "REAL_TRACES", (other, other))  # of the second, the speed
     policy_file.write_text(_POLICY.replace("priority today", "").replace("raise", "return 0 #"))
     own = ["--trace", str(file), "--columns", "time=1,hash_ids=2", "--capacity-percent", "50", "75"]
     own += ["--trace", str(other)]
