@@ -14,7 +14,7 @@ import pandas as pd
 TINY = Path(__file__).with_name("tiny_experiment.py")
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 600) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -30,7 +30,7 @@ def alive(process: int) -> bool:
     return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
-def test_a_killed_sweep_continues_where_it_stopped(journal, tmp_path):
+def test_a_killed_sweep_continues_where_it_stopped(journal, tmp_path, request):
     """Interrupted, then killed, then run to the end; in a folder é, in an ASCII locale."""
     folder = tmp_path / "é" / "tiny" / "cpu"
     options = ["run", "tiny", "--cells", "8", "--groups", "8", "--jobs", "2", "--out", "é"]
@@ -39,7 +39,7 @@ def test_a_killed_sweep_continues_where_it_stopped(journal, tmp_path):
     def start(**behaviour: object) -> subprocess.Popen:
         behaviour["journal"] = "journal"  # of tmp_path, whose name need not be ASCII
         env = {**os.environ, "PYTHONPATH": str(TINY.parents[2]), "LC_ALL": "C", "PYTHONUTF8": "0"}
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, TINY, *options],
             cwd=tmp_path,
             env={**env, "TINY_BEHAVIOUR": json.dumps(behaviour)},
@@ -48,6 +48,8 @@ def test_a_killed_sweep_continues_where_it_stopped(journal, tmp_path):
             # Shells start background jobs, perhaps these tests, with interrupts ignored.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
+        request.addfinalizer(process.kill)  # also if these tests are interrupted
+        return process
 
     for signal_number, status in ((signal.SIGINT, 130), (signal.SIGKILL, -9)):
         before = stored()
@@ -66,7 +68,7 @@ def test_a_killed_sweep_continues_where_it_stopped(journal, tmp_path):
     begun = journal()
     times = {name: (folder / ".cells" / name).stat().st_mtime_ns for name in finished}
     process = start()
-    output, _ = process.communicate(timeout=900)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output
     assert f"{8 - len(finished)} run, {len(finished)} finished earlier" in output.decode()
     assert {n: (folder / ".cells" / n).stat().st_mtime_ns for n in finished} == times

@@ -34,8 +34,8 @@ def cluster(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     if len(os.fsencode(tempfile.gettempdir())) > 40:  # a socket's path has at most 107 bytes
         monkeypatch.setenv("RAY_TMPDIR", "/tmp")
-    monkeypatch.setenv("RAY_gcs_server_port_wait_time_s", "600")
-    monkeypatch.setattr(Cluster._wait_for_node, "__defaults__", (600,))
+    monkeypatch.setenv("RAY_gcs_server_port_wait_time_s", "60")
+    monkeypatch.setattr(Cluster._wait_for_node, "__defaults__", (60,))
     sizes = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
     cluster = Cluster()
     try:
