@@ -47,6 +47,9 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
         self._in_use: OrderedDict[Hashable, None] = OrderedDict()
         # Contents that LRU holds (or takes next) and that the pool will insert.
         self._awaited: OrderedDict[Hashable, None] = OrderedDict()
+        # Set-aside leaves, the first offered first: those that LRU lacks, and those that it holds.
+        self._lacked: OrderedDict[int, None] = OrderedDict()
+        self._held: OrderedDict[int, None] = OrderedDict()
 
     insert = LeafPolicy.insert
 
@@ -84,9 +87,9 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
             key, _ = self._lru.popitem(False)
             self._missing.pop(key, None)
             block = self._block_with(key)
-            if block >= 0 and block in self._leaves:
-                self._leaves.remove(block)
-                self._offer(block)
+            if block >= 0 and block in self._held:
+                self._held.pop(block, None)
+                self._lacked.setdefault(block)
 
     def _use(self, key: Hashable) -> None:
         """Mark ``key`` as in use under LRU, because it is in use in the pool."""
@@ -154,24 +157,31 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
         self.policy.release_many(blocks)
 
     def _offer(self, block: int) -> None:
-        if self._nodes[block].value >= 0:  # set aside; contents that LRU lacks go first
-            self._leaves.push(block, 1.0 if self._key_of(block) in self._lru else 0.0)
+        if self._nodes[block].value >= 0:  # set aside
+            if self._key_of(block) in self._lru:
+                self._held.setdefault(block)
+            else:
+                self._lacked.setdefault(block)
 
     def _withdraw(self, block: int) -> None:
-        if self._nodes[block].value >= 0:
-            self._leaves.remove(block)
+        if block in self._held:
+            self._held.pop(block, None)
+        elif block in self._lacked:
+            self._lacked.pop(block, None)
 
     def _take(self) -> int:
         # LRU needs a block, too, and a block for each block without content or with awaited
         # content.
         self._shrink(self._num_nodes() + len(self._awaited) - 1)
-        may_lose = 1.0 if len(self._missing) + 1 <= self._balance else 0.0
-        while self._leaves.least() > may_lose:
+        may_lose = len(self._missing) + 1 <= self._balance
+        while not len(self._lacked) and not (may_lose and len(self._held)):
             block = self._next_victim()
             if block < 0:
                 break
             self._set_aside(block)
-        return self._first_leaf()
+        if len(self._lacked):
+            return self._lacked.popitem(False)[0]
+        return self._held.popitem(False)[0] if len(self._held) else -1
 
     def _num_nodes(self) -> int:
         return len(self._nodes)
