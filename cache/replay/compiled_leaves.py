@@ -115,6 +115,6 @@ _METHODS |= {
     "_num_nodes": lambda self: self._capacity,
     "_next_victim": lambda self: self.policy.evict(),
     "_first_of": lambda self, turn: self._leaves_of.first(turn)[1],
-    "_enter": lambda self, turn, block, time: self._leaves_of.push(block, time, 0.0, turn),
-    "_leave": lambda self, turn, block: self._leaves_of.remove(block, turn),
+    "_enter": lambda self, turn, block, time: self._leaves_of.push_to(block, time, 0.0, turn),
+    "_leave": lambda self, turn, block: self._leaves_of.remove(block),
 }

@@ -164,7 +164,7 @@ def heaps(num_items: int, capacity: int, count: int = 1) -> Operations:
     return Operations("heaps", _HEAPS, state)
 
 
-def _push(self, item, priority, ticket=0.0, heap=0):
+def _push_to(self, item, priority, ticket, heap):
     has_entry = self.tickets[item] == -ticket < 0.0
     ticket = ticket or self.last_ticket + 1.0
     self.tickets[item] = ticket
@@ -221,7 +221,7 @@ def _counts(self, item, ticket):
     return self.tickets[item] == ticket
 
 
-def _first(self, heap=0):
+def _first(self, heap):
     rising, entries = self.rising[heap], self.heaps[heap]
     while True:
         head, size = self.heads[heap], self.sizes[heap]
@@ -240,13 +240,13 @@ def _first(self, heap=0):
             return np.inf, -1
 
 
-def _pop(self, heap=0):
-    first = self.first(heap)
+def _pop(self):
+    first = self.first(0)
     self.remove(first[1])
     return first
 
 
-def _leave(self, item, heap=0):
+def _leave(self, item):
     self.tickets[item] = -abs(self.tickets[item])
 
 
@@ -279,9 +279,11 @@ def _sift_down(entries, at, size):
     _set(entries, at, priority, ticket, item)
 
 
-_HEAPS = {"push": _push, "sink": _sink, "compact": _compact, "counts": _counts, "first": _first}
-_HEAPS |= {"pop": _pop, "remove": _leave, "discard": _leave}
+# Methods without default arguments: those with some are compiled twice.
+_HEAPS = {"push_to": _push_to, "sink": _sink, "compact": _compact, "counts": _counts}
+_HEAPS |= {"first": _first, "pop": _pop, "remove": _leave, "discard": _leave}
 _HEAPS |= {
-    "least": lambda self: self.first()[0],
+    "push": lambda self, item, priority, ticket=0.0: self.push_to(item, priority, ticket, 0),
+    "least": lambda self: self.first(0)[0],
     "has": lambda self, item: self.tickets[item] > 0.0,
 }
