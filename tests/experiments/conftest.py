@@ -59,7 +59,7 @@ TINY_RUNS = {
     "preemption": "4 --block-size 4 16 --context-tokens 40 --transfer-us 3 --draw 0 "
     "--traffic 0.01 --request-rate 40",
     "published_serving": "2 --case lambda_a100_10 bench_70b",
-    "serving": "5 --load sharegpt alpaca_2_beams --host-ms 10 --draw 0 "
+    "serving": "5 --load sharegpt alpaca_2_beams --host-ms 220 --draw 0 "
     "--system contiguous_max contiguous_oracle paged --traffic 0.01 --bisections 1",
     "sessions": "13 --trace {sessions} --policy lru gittins told_1 told_1_ends --seeds 2 "
     "--capacity-percent 20 --num-requests 30 --slices 1",
