@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import tempfile
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,10 +28,6 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     from importlib.util import find_spec
 
-    try:
-        tempfile.gettempdir()
-    except FileNotFoundError:  # all is read-only in this container but /dev/shm
-        os.environ["TMPDIR"] = "/dev/shm"
     if arguments[:1] == ["gpu"]:
         from experiments.gpu import contact
 

@@ -67,21 +67,15 @@ else:
             if isinstance(_kernel, JITFunction):
                 _ = _kernel.cache_key
 
-# If Triton's folder cannot be written: one in the temporary folder that only the user can write,
+# If Triton's folder cannot be written: one in the temporary folder that another user did not make,
 # because Triton runs what it finds. Child processes use it, too.
-_own = Path(triton.knobs.cache.dir).absolute()
-if not os.access(next(filter(os.path.exists, (_own, *_own.parents))), os.W_OK | os.X_OK):
+_cache = Path(triton.knobs.cache.dir).absolute()
+if not os.access(next(filter(os.path.exists, (_cache, *_cache.parents))), os.W_OK | os.X_OK):
     with suppress(OSError):
-        try:
-            tempfile.gettempdir()
-        except FileNotFoundError:  # all is read-only in this container but /dev/shm
-            os.environ["TMPDIR"] = "/dev/shm"  # also for ptxas
-        _folder = Path(tempfile.gettempdir(), f"pagelab-{os.geteuid()}")
-        with suppress(FileExistsError):
-            _folder.mkdir(0o700)
-        _found = _folder.lstat()
-        _is_private = _found.st_uid == os.geteuid() and _found.st_mode & 0o170777 == 0o040700
-        os.environ["TRITON_CACHE_DIR"] = str(_folder) if _is_private else tempfile.mkdtemp()
+        _cache = Path(tempfile.gettempdir(), f"pagelab-{os.geteuid()}")
+        _cache.mkdir(0o700, exist_ok=True)
+        if _cache.lstat().st_uid == os.geteuid():
+            os.environ["TRITON_CACHE_DIR"] = str(_cache)
 
 __all__ = [
     "add_rms_norm", "apply_rotary_embedding", "concat_and_cache_mla", "copy_blocks",

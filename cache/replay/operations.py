@@ -116,19 +116,17 @@ def _prepare(trace: Trace, capacity: int) -> tuple[Trace, tuple]:
 
 def _finds_folder() -> bool:
     """Whether numba finds a folder for compiled code: its own, or one in the temporary folder that
-    only the user can write, because numba runs what it finds."""
+    another user did not make, because numba runs what it finds."""
     with suppress(RuntimeError):
         numba.njit(cache=True)(_finds_folder)  # looks for its own, compiles nothing
         return True
     with suppress(OSError):
         folder = Path(tempfile.gettempdir(), f"pagelab-{os.geteuid()}")
-        with suppress(FileExistsError):
-            folder.mkdir(0o700)
-        found = folder.lstat()
-        is_private = found.st_uid == os.geteuid() and found.st_mode & 0o170777 == 0o040700
-        os.environ["NUMBA_CACHE_DIR"] = str(folder) if is_private else tempfile.mkdtemp()
-        numba.config.reload_config()
-        return True
+        folder.mkdir(0o700, exist_ok=True)
+        if folder.lstat().st_uid == os.geteuid():
+            os.environ["NUMBA_CACHE_DIR"] = str(folder)
+            numba.config.reload_config()
+            return True
     return False
 
 

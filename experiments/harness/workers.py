@@ -99,7 +99,7 @@ def run_locally(tasks: Sequence[Task], *, jobs: int) -> Generator[Outcome]:
     jobs = max(1, min(jobs, len(tasks)))
     threads = max(1, len(os.sched_getaffinity(0)) // jobs)
     spawn = multiprocessing.get_context("spawn")
-    new_pool = partial(ProcessPoolExecutor, 1, spawn, _set_up, (threads,))
+    new_pool = partial(ProcessPoolExecutor, 1, spawn, set_up, (threads,))
     waiting: dict[tuple[str, ...], deque[Task]] = {}
     for task in tasks:
         waiting.setdefault(task.cell.group, deque()).append(task)
@@ -159,8 +159,8 @@ def _next_group(
     return next((group for group in waiting if group not in taken), None if is_short else longest)
 
 
-def _set_up(threads: int) -> None:
-    """Prepare a worker process."""
+def set_up(threads: int) -> None:
+    """Prepare a worker process, which ends with its parent."""
     gc.set_threshold(50_000, 20, 100)  # imported packages make a million objects that stay
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # PyTorch uses the largest of these variables, so the user's value must apply to all of them.

@@ -105,13 +105,7 @@ def test_no_number_may_be_negative_and_few_may_be_0(name):
     for option, hint in typing.get_type_hints(type(options), include_extras=True).items():
         if not numbers_in(hint):
             continue
-        may_be_0 = option in (
-            "seed",
-            "draw",
-            "host_ms",
-            "cached_percent",
-            "prefix_tokens",
-        )
+        may_be_0 = option in ("seed", "draw", "host_ms", "cached_percent", "prefix_tokens")
         for number in (-1, 0)[: 2 - may_be_0]:
             left_open = getattr(options, option) is None
             value = getattr(experiment.quick if left_open else options, option)

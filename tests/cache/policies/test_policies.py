@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.policies import POLICIES, EvictionPolicy, make_policy
-from cache.policies.leaves import LeafPolicy
 from tests.cache.prefix_traces import serve
 
 CAPACITY = 8
@@ -186,19 +185,6 @@ def test_unused_blocks_leave_tail_first():
 def test_bounds_without_the_future_say_so(name):
     with pytest.raises(ValueError, match=f"policy '{name}' needs the future"):
         make_policy(name).start(4)
-
-
-@pytest.mark.parametrize(
-    "name", [name for name, policy in POLICIES.items() if issubclass(policy, LeafPolicy)]
-)
-def test_the_blocks_of_a_long_prompt_can_be_listed(name):
-    length, policy = 2000, make_policy(name)
-    policy.start(length)
-    for depth in range(length):
-        policy.insert(depth, depth, depth - 1 if depth else None, depth)
-    policy.release_many(reversed(range(length)))
-    assert [*policy] == [*reversed(range(length))]
-    assert len(policy) == length
 
 
 @every_policy
