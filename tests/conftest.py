@@ -90,6 +90,7 @@ _cpu_before = pytest.StashKey[float]()
 
 
 def pytest_collection_finish(session):
+    gc.freeze()
     session.stash[_cpu_before] = _cpu_seconds()
 
 

@@ -18,7 +18,7 @@ from experiments.registry import EXPERIMENTS
 RESULTS = Path(__file__).parents[2] / "results"
 WITHOUT_TINY_RUN = {"kernel_latency", "kernel_accuracy"}
 """They have fixtures of their own."""
-UNTIMED = {"block_size": 40, "memory_waste": 35, "published_serving": 5, "sharing": 7}
+UNTIMED = {"block_size": 97, "memory_waste": 35, "published_serving": 5, "sharing": 7}
 UNTIMED |= {"hybrid": 568, "predictions": 1}
 """Experiments that count or model, and how far apart the cells are that a test computes again."""
 

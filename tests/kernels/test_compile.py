@@ -59,7 +59,8 @@ ON_AMD = (
 
 def selected(arch, every):
     """What is compiled for an architecture. Without ``every``, sm_90 has its first two extras, and
-    each selection of ``ON_NVIDIA`` is for sm_90 and either sm_80 or sm_100: attention for both."""
+    each selection of ``ON_NVIDIA`` is for sm_90 and either sm_80 or sm_100: of decode and prefill
+    that of most registers for both."""
     if arch == "gfx942":
         return ON_AMD if every else ON_AMD[1:]
     if arch == "sm_90":
@@ -68,7 +69,7 @@ def selected(arch, every):
     return tuple(
         selection
         for number, selection in enumerate(ON_NVIDIA)
-        if every or number % 2 == turn or set(selection[0]) & set(PAGED)
+        if every or number % 2 == turn or number in (1, 2)
     )
 
 

@@ -56,4 +56,6 @@ def test_reservations_lie_one_behind_another():
     sequences = [Sequence(i, [1] * 5) for i in range(2)]
     for seq in sequences:
         manager.allocate(seq)
+        seq.append_token(1)
+        manager.append(seq)
     assert sorted(map(manager.block_table, sequences)) == [[0, 1], [2, 3]]

@@ -320,7 +320,7 @@ class ContiguousMachine(ManagerMachine):
 # Tests per machine, as a multiple of the profile's examples.
 for machine, factor in (
     (OwnMachine, 10), (PagedMachine, 2), (ContiguousMachine, 4), (NanoVLLMMachine, 4),
-    (VLLMv1Machine, 10), (RadixMachine, 4),
+    (VLLMv1Machine, 6), (RadixMachine, 4),
 ):  # fmt: skip
     machine.TestCase.settings = settings(
         max_examples=factor * settings.default.max_examples, stateful_step_count=40

@@ -182,6 +182,6 @@ class VLLMv0Machine(CachingMachine):
 
 
 VLLMv0Machine.TestCase.settings = settings(
-    max_examples=6 * settings.default.max_examples, stateful_step_count=40
+    max_examples=4 * settings.default.max_examples, stateful_step_count=40
 )
 TestVLLMv0Machine = VLLMv0Machine.TestCase

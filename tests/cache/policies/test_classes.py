@@ -67,7 +67,7 @@ def checked(policy_class: type[ClassPolicy]) -> ClassPolicy:
 
 @pytest.mark.parametrize("policy", [Gittins, Rare])
 def test_compiled_it_evicts_what_it_does_in_a_manager_the_least_worth(policy):
-    trace = cache.make_workload("rag", seed=3, num_requests=150)
+    trace = cache.make_workload("rag", seed=3, num_requests=100)
     capacity = trace.num_unique_blocks // 20
     slow = checked(policy)
     compiled, in_python = (

@@ -260,11 +260,6 @@ class InPlainPython(PriorityPolicy):
     def priority(self, block):
         return {"value": -block.depth}["value"]
 
-class BeyondNumba(PriorityPolicy):
-    @staticmethod
-    def priority(block):
-        return float(str(-block.depth).encode().decode())
-
 class Unfinished(PriorityPolicy):
     pass
 
@@ -303,12 +298,11 @@ def test_user_policy_from_a_file(user_file):
     trace = make_workload("rag", seed=2, num_requests=80)
     results = {
         name: simulate(trace, policy=f"{user_file}:{name}", capacity_blocks=100)
-        for name in ("Deepest", "InPlainPython", "BeyondNumba")
+        for name in ("Deepest", "InPlainPython")
     }
     assert len({r.hit_blocks for r in results.values()}) == 1
     assert results["Deepest"].compiled
     assert not results["InPlainPython"].compiled
-    assert not results["BeyondNumba"].compiled
     assert results["Deepest"].policy == "Deepest"
 
 

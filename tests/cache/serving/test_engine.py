@@ -590,8 +590,8 @@ class RandomServing:
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("design", DESIGNS)
-def test_no_history_gives_a_sequence_the_cache_of_another(design, overlap):
-    for seed in range(20):
+def test_no_history_gives_a_sequence_the_cache_of_another(design, overlap, pytestconfig):
+    for seed in range(20 if pytestconfig.getoption("--all") else 10):
         RandomServing(design, overlap, seed).run()
 
 
