@@ -70,7 +70,7 @@ def test_samples_what_the_reference_samples(data, device):
     assert_matches_reference(logits, *args, **{name: top[name] for name in chosen})
 
 
-@pytest.mark.parametrize("num_splits", [1, 2, 5])
+@pytest.mark.parametrize("num_splits", [2, 5])
 def test_any_number_of_programs_finds_the_same(num_splits, device, monkeypatch):
     logits = torch.randn(2, 4 * CHUNK + 5, generator=torch.Generator().manual_seed(0)).round()
     monkeypatch.setattr(

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -253,7 +254,8 @@ def test_single_block_requests_hit_as_in_libcachesim(policy, skew, capacity):
     assert ours.hit_blocks == hits > 0
 
 
-MOONCAKE = Path(__file__).parents[3] / "experiments/traces/mooncake_conversation_512.jsonl.zst"
+ROOT = Path(__file__).parents[3]
+MOONCAKE = "mooncake_conversation_512"
 PUBLISHED = {
     "lru": (0.0525, 0.1958, 0.2789),
     "fifo": (0.0513, 0.1753, 0.2481),
@@ -262,11 +264,27 @@ PUBLISHED = {
 }
 
 
+COMMITTED = pd.read_csv(ROOT / "results/eviction/cpu/rows.csv").query(
+    f"trace == '{MOONCAKE}' and capacity_fraction == 0.01"
+)
+
+
+@pytest.fixture(scope="module")
+def mooncake():
+    return cache.load_trace(ROOT / f"experiments/traces/{MOONCAKE}.jsonl.zst")
+
+
+@pytest.mark.parametrize("row", COMMITTED.to_dict("records"), ids=COMMITTED["policy"])
+def test_hit_rates_are_those_of_the_committed_table(row, mooncake):
+    policy, capacity = row["policy"], row["capacity_blocks"]
+    result = cache.simulate(mooncake, policy=policy, capacity_blocks=capacity)
+    assert result.block_hit_rate == pytest.approx(row["block_hit_rate"], rel=1e-9)
+
+
 @pytest.mark.parametrize("policy", PUBLISHED)
-def test_reference_hit_rates_of_mooncake_conversation(policy):
-    trace = cache.load_trace(MOONCAKE)
+def test_reference_hit_rates_of_mooncake_conversation(policy, mooncake):
     rates = tuple(
-        round(cache.simulate(trace, policy=policy, capacity_blocks=blocks).block_hit_rate, 4)
+        round(cache.simulate(mooncake, policy=policy, capacity_blocks=blocks).block_hit_rate, 4)
         for blocks in (1827, 9139, 18279)
     )
     assert rates == PUBLISHED[policy]
