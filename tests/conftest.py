@@ -45,6 +45,9 @@ def _has_gpu() -> bool:
 if not _has_gpu():
     os.environ["TRITON_INTERPRET"] = "1"
 
+if not os.access(os.path.expanduser("~"), os.W_OK):  # libcachesim makes a folder there
+    os.environ["HOME"] = tempfile.mkdtemp()
+
 gc.set_threshold(50_000, 20, 100)  # the packages make a million objects that live to the end
 
 _common = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}

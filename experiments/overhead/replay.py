@@ -16,6 +16,7 @@ replay.  Default parameters are the same.  For requests of one block the hits ar
 from __future__ import annotations
 
 import importlib.util
+import os
 import tempfile
 import timeit
 from collections.abc import Iterator
@@ -62,8 +63,9 @@ class ReplayCell(Replay):
 
 def cells(options: Replay) -> Iterator[ReplayCell | Absent]:
     libcachesim = importlib.util.find_spec("libcachesim") is not None
+    libcachesim &= os.access(os.path.expanduser("~"), os.W_OK)  # it makes a folder there
     if not libcachesim:
-        yield Absent("libcachesim is not installed")
+        yield Absent("libcachesim is not installed, or HOME cannot be written")
     traces = options.sources(options.trace_requests)
     known = {"trace_requests": None, "libcachesim": libcachesim}
     yield from grid(options, ReplayCell, trace=traces, **known)

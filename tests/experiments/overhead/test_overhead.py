@@ -56,7 +56,7 @@ def test_replay_without_libcachesim_ours_is_timed_alone(monkeypatch):
     monkeypatch.setattr(replay.importlib.util, "find_spec", lambda name: None)
     few = {"trace": (Path("agent_loops"),), "policy": ("lru",), "trace_requests": 20, "repeats": 1}
     absent, cell = overhead.cells(overhead.Overhead(part=("replay",), **few))
-    assert absent == Absent("libcachesim is not installed")
+    assert absent == Absent("libcachesim is not installed, or HOME cannot be written")
     monkeypatch.undo()
     rows = pd.DataFrame(overhead.run_cell(cell))
     assert list(rows["implementation"]) == ["pagelab"]
