@@ -68,6 +68,7 @@ EXPERIMENT = Experiment(
     options=Overhead(),
     quick=Overhead(
         part=("replay", "managers", "engine"),  # without launch, which compiles for sm_90
+        policy=("lru", "lfu", "mq", "belady"),  # compiled by eviction's quick run, too
         repeats=2,
         trace_requests=1_000,
         pool_blocks=(1_000, 10_000),
