@@ -116,11 +116,11 @@ def test_registers_suffice(compiling_process):
     assert compiling_process(RESOURCES) == "_hopper_prefill_kernel 12 0 8\n"
 
 
-@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize("part", range(4))
 def test_on_executed_ptx(part, run_compiled, pytestconfig):
     """Without --all: the first shape in step; in a seeded order the fifth and the other tests."""
     if not INTERPRETED.value:
         pytest.skip("kernels are compiled in this process")
     some = ["-k", "step and lengths0 or seed and (lengths4 or not lengths)"]
     some = [] if pytestconfig.getoption("--all") else some
-    run_compiled(__file__, "--executor", "ptx-sm_90", "--part", f"{part}/3", *some)
+    run_compiled(__file__, "--executor", "ptx-sm_90", "--part", f"{part}/4", *some)
