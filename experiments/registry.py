@@ -28,7 +28,6 @@ _MODULES = (  # the report has this order
     "published_serving",
     "engine",
     "fp8_quality",
-    "block_selection",
 )
 
 EXPERIMENTS: dict[str, Experiment] = {}

@@ -34,8 +34,6 @@ def tiny():
 TINY_RUNS = {
     "block_size": "22 --trace {chat} --trace {lengths} --block-size 4 16 32 64 "
     "--capacity-percent 20 --draw 0 --traffic 0.01",
-    "block_selection": "1 --model tiny --window 1 --block-size 4 8 --share 0.25 0.5 --threads 1 "
-    "--window-tokens 64 --decoded-tokens 8",
     "engine": "15 --model tiny --threads 1 --trace {chat} --scale 8 --num-requests 40 "
     "--longest 800 --output-tokens 4 --bench-requests 2 --sequences 2 --prompt-tokens 9 "
     "--repeats 1 --block-size 4 16 --policy lru no_cache gittins random --pool-percent 20",

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.policies import POLICIES, EvictionPolicy, make_policy
+from cache.policies.leaves import LeafPolicy
 from tests.cache.prefix_traces import serve
 
 CAPACITY = 8
@@ -187,6 +188,19 @@ def test_bounds_without_the_future_say_so(name):
         make_policy(name).start(4)
 
 
+@pytest.mark.parametrize(
+    "name", [name for name, policy in POLICIES.items() if issubclass(policy, LeafPolicy)]
+)
+def test_the_blocks_of_a_long_prompt_can_be_listed(name):
+    length, policy = 2000, make_policy(name)
+    policy.start(length)
+    for depth in range(length):
+        policy.insert(depth, depth, depth - 1 if depth else None, depth)
+    policy.release_many(reversed(range(length)))
+    assert [*policy] == [*reversed(range(length))]
+    assert len(policy) == length
+
+
 @every_policy
 def test_many_blocks_in_use_do_not_slow_eviction(name):
     """A victim is not looked for among all of those that are in use."""
@@ -260,6 +274,11 @@ class InPlainPython(PriorityPolicy):
     def priority(self, block):
         return {"value": -block.depth}["value"]
 
+class BeyondNumba(PriorityPolicy):
+    @staticmethod
+    def priority(block):
+        return float(str(-block.depth).encode().decode())
+
 class Unfinished(PriorityPolicy):
     pass
 
@@ -298,11 +317,12 @@ def test_user_policy_from_a_file(user_file):
     trace = make_workload("rag", seed=2, num_requests=80)
     results = {
         name: simulate(trace, policy=f"{user_file}:{name}", capacity_blocks=100)
-        for name in ("Deepest", "InPlainPython")
+        for name in ("Deepest", "InPlainPython", "BeyondNumba")
     }
     assert len({r.hit_blocks for r in results.values()}) == 1
     assert results["Deepest"].compiled
     assert not results["InPlainPython"].compiled
+    assert not results["BeyondNumba"].compiled
     assert results["Deepest"].policy == "Deepest"
 
 

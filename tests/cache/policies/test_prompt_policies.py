@@ -126,8 +126,6 @@ def test_a_copy_goes_on_as_the_original_and_shares_nothing_with_it(name, copied)
         policy.insert(block, block, block - 1 if block else None, block)
     policy.release_many(range(2000)[::-1])
     twin = copied(policy)
-    assert sorted(policy) == [*range(2000)]
-    assert [*twin] == [*policy]
     assert [twin.evict() for _ in range(9)] == [policy.evict() for _ in range(9)]
 
 
