@@ -54,8 +54,6 @@ KERNELS = {
     "apply_rotary_embedding": Kernel(_ROTARY, **_WITHOUT_CACHE),
     "slot_mapping_from_positions": Kernel(touches_cache=False),
     "sample_tokens": Kernel(("none", "greedy", "min_p", "top_k", "top_p"), **_WITHOUT_CACHE),
-    "update_block_bounds": Kernel(touches_cache=False),
-    "select_blocks": Kernel(touches_cache=False),
     "copy_blocks": Kernel(("none", "list")),
     "swap_blocks": Kernel(("none", "in", "hnd")),
     "merge_attention_states": Kernel(**_WITHOUT_CACHE),

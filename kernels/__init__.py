@@ -10,8 +10,6 @@
     paged_mla_decode_attention      decode over a paged cache of latents (MLA), split-KV
     shared_prefix_decode_attention  decode that reads a shared prefix once for its group
     merge_attention_states          combine two partial attentions by their LSE
-    update_block_bounds             bounds of the keys of blocks that new tokens fill
-    select_blocks                   choose the blocks that a decode reads, by these bounds
     copy_blocks                     copy whole blocks inside a cache (copy-on-write)
     swap_blocks                     copy whole blocks between GPU and pinned host memory
     add_rms_norm                    residual addition and RMSNorm
@@ -47,12 +45,10 @@ from kernels.paged_prefill_attention import paged_prefill_attention
 from kernels.primitives import INTERPRETED
 from kernels.rope_store_kvcache import rope_store_kvcache
 from kernels.sample_tokens import sample_tokens
-from kernels.select_blocks import select_blocks
 from kernels.shared_prefix_decode_attention import shared_prefix_decode_attention
 from kernels.slot_mapping_from_positions import slot_mapping_from_positions
 from kernels.store_kvcache import store_kvcache
 from kernels.swap_blocks import swap_blocks
-from kernels.update_block_bounds import update_block_bounds
 
 add_fences()
 if INTERPRETED:
@@ -81,6 +77,5 @@ __all__ = [
     "add_rms_norm", "apply_rotary_embedding", "concat_and_cache_mla", "copy_blocks",
     "gated_activation", "merge_attention_states", "paged_decode_attention",
     "paged_mla_decode_attention", "paged_prefill_attention", "rope_store_kvcache", "sample_tokens",
-    "select_blocks", "shared_prefix_decode_attention", "slot_mapping_from_positions",
-    "store_kvcache", "swap_blocks", "update_block_bounds",
+    "shared_prefix_decode_attention", "slot_mapping_from_positions", "store_kvcache", "swap_blocks",
 ]  # fmt: skip

@@ -461,7 +461,5 @@ def check_block_tables(
     if window_size is not None:
         first_visible = context_lens - query_lens - window_size + 1
         visible = visible & ((column + 1) * block_size > first_visible[:, None])
-    if block_tables.dim() == 3:  # one table for each KV head
-        visible = visible[:, None]
     what = "block ids within the context"
     check_values(tables_name, block_tables, 0, num_blocks - 1, what, visible)

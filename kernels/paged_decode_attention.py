@@ -6,11 +6,8 @@ of a sequence are divided into chunks (flash-decoding), and a second kernel merg
 partial states (split_states.py).
 
 The grid is persistent. Programs 0 to n - 1 take a chunk each, then programs n - 1 to 0, and so on.
-If there are many chunks and shares would be even, a program instead takes a contiguous share of all
-tiles, rounded to whole chunks (not for fp8 values in pairs). Consecutive chunks of one sequence and
-KV head are one run of the loop over tiles, so the pipeline drains once per run and not once per
-chunk. Programs find their work by scanning the context lengths. So no program idles because of one
-long sequence among short ones, or because of padding in a captured graph. The chunks of a sequence
+They find their chunks by scanning the context lengths. So no program idles because of one long
+sequence among short ones, or because of padding in a captured graph. The chunks of a sequence
 depend only on its length (`kernels.tiles.Chunking`), so its result is bitwise the same in any
 batch.
 
@@ -59,37 +56,31 @@ from kernels.primitives import (
     score_unit,
     wide_product,
 )
-from kernels.split_states import SplitStates, chunks_of, results_of, tiles_of
+from kernels.split_states import SplitStates, chunks_of, results_of
 from kernels.torch_ops import attention_op
 
-MAX_UNEVEN = 1.3
-"""Programs take shares of all tiles if a share, rounded up to chunks of the longest sequence, is at
-most this many times as large. Otherwise they take turns at single chunks. This estimates the
-longest share: a share may gain a part of a chunk at both ends."""
 _TENSORS = attention_spec(
     "batch",
-    Arg("block_tables", "batch max_blocks | batch num_kv_heads max_blocks", INT32),
+    Arg("block_tables", "batch max_blocks", INT32),
     Arg("context_lens", "batch", INT32),
 )
 
 
 @triton.jit
 def _work_of(
-    num_keys, by_chunks, window_size, min_tiles, max_chunks,
+    num_keys, window_size, min_tiles, max_chunks,
     HEAD_TILES: tl.constexpr, TILE_N: tl.constexpr, USE_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Return the work of rows: chunks if by_chunks, otherwise tiles. num_keys < 0: no row."""
+    """Return the number of work items of rows. num_keys < 0: no row."""
     if USE_WINDOW:
         num_keys = tl.minimum(num_keys, window_size)
-    _, work = chunks_of(num_keys, min_tiles, max_chunks, TILE_N)
-    if not by_chunks:
-        work = tiles_of(num_keys, TILE_N)
-    return tl.where(num_keys < 0, 0, work * HEAD_TILES)
+    _, num_chunks = chunks_of(num_keys, min_tiles, max_chunks, TILE_N)
+    return tl.where(num_keys < 0, 0, num_chunks * HEAD_TILES)
 
 
 @triton.jit
 def _locate(
-    row, place, by_chunks, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
+    row, place, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
     HEAD_TILES: tl.constexpr, TILE_N: tl.constexpr, USE_WINDOW: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):  # fmt: skip
@@ -109,11 +100,9 @@ def _locate(
         rows, rows_32 = row + lanes, row + 32 + lanes
         work = tl.load(context_lens_ptr + rows, mask=rows < batch, other=-1)
         work_32 = tl.load(context_lens_ptr + rows_32, mask=rows_32 < batch, other=-1)
-        work = _work_of(
-            work, by_chunks, window_size, min_tiles, max_chunks, HEAD_TILES, TILE_N, USE_WINDOW
-        )
+        work = _work_of(work, window_size, min_tiles, max_chunks, HEAD_TILES, TILE_N, USE_WINDOW)
         work_32 = _work_of(
-            work_32, by_chunks, window_size, min_tiles, max_chunks, HEAD_TILES, TILE_N, USE_WINDOW
+            work_32, window_size, min_tiles, max_chunks, HEAD_TILES, TILE_N, USE_WINDOW
         )
         total = tl.sum(work + work_32, axis=0)
         searching = place >= total
@@ -137,36 +126,10 @@ def _locate(
     return row, place
 
 
-@triton.jit
-def _nearest_chunk(place, chunk_work):
-    """Return the chunk whose beginning is nearest to `place`, if every chunk has chunk_work."""
-    twice = (2 * chunk_work).to(tl.uint32)
-    return ((2 * place + chunk_work).to(tl.uint32) // twice).to(tl.int32)
-
-
-@triton.jit
-def _store_state(
-    out_ptr, lse_ptr, acc, acc_odd, row_max, row_sum, unit, v_factor, state, num_states, mask,
-    head_mask, HEAD_DIM: tl.constexpr, PAIRED_VALUES: tl.constexpr,
-):  # fmt: skip
-    """Write the states of a chunk, see split_states.py. state: index of the first row's, int64."""
-    if PAIRED_VALUES:
-        acc = tl.reshape(tl.join(acc, acc_odd), mask.shape)
-    if v_factor is not None:
-        acc *= v_factor
-    # One wide address and narrow offsets take few registers from the loop over tiles.
-    offsets = tl.arange(0, mask.shape[0]) * num_states
-    elements = offsets[:, None] * HEAD_DIM + tl.arange(0, mask.shape[1])[None, :]
-    tl.store(out_ptr + state * HEAD_DIM + elements, acc, mask=mask)
-    sums_ptrs = lse_ptr + 2 * state + 2 * offsets
-    tl.store(sums_ptrs, natural_max(row_max, unit), mask=head_mask)
-    tl.store(sums_ptrs + 1, tl.sum(row_sum, axis=1), mask=head_mask)
-
-
 @triton.jit(
     do_not_specialize=[
         "window_size", "batch", "min_tiles", "max_chunks", "first_state", "num_states",
-        "stride_table", "stride_table_head",
+        "stride_table",
     ]
 )  # fmt: skip
 def _paged_decode_kernel(
@@ -179,23 +142,21 @@ def _paged_decode_kernel(
     stride_q_seq, stride_q_head,
     stride_k_block, stride_k_slot, stride_k_head,
     stride_v_block, stride_v_slot, stride_v_head,
-    stride_table, stride_table_head, stride_alibi_seq,
+    stride_table, stride_alibi_seq,
     NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     USE_WINDOW: tl.constexpr, NEGATIVE_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
-    IS_SPLIT: tl.constexpr, MAY_RUN: tl.constexpr, MAX_UNEVEN: tl.constexpr,
-    PAIRED_VALUES: tl.constexpr, PRECISION: tl.constexpr,
+    IS_SPLIT: tl.constexpr, PAIRED_VALUES: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """A program processes work items one after another: TILE_M query heads of one KV head x one
-    chunk, or a run of consecutive chunks, of one sequence.
+    chunk of one sequence.
 
     IS_SPLIT: out and lse are the acc and sums of split states; chunk 0 of a row is its state number
     first_state. counts: their numbers. Otherwise every sequence has one chunk, out and lse are the
     results, and lse_ptr may be None.
-    MAY_RUN: programs take shares of all tiles if that is even enough, see `MAX_UNEVEN`.
     Strides of the caches are in bytes.
     BLOCK_SIZE 0: not paged. Entry 0 of a table row is the contiguous piece that holds the sequence.
     PAIRED_VALUES: read the values of an fp8 cache in pairs. Even and odd elements have separate
@@ -214,65 +175,34 @@ def _paged_decode_kernel(
     dim_mask = offs_d < HEAD_DIM
     offs_v = tl.arange(0, HEAD_DIM_PADDED // PAIR)
 
-    # place: of the next work, counted from the first work of `seq`. remaining: work until the end.
-    place, by_chunks = tl.program_id(0), True
+    # place: of the next item, counted from the first item of `seq`. remaining: items until the end.
+    place = tl.program_id(0)
     remaining = batch * HEAD_TILES * (num_states - first_state if IS_SPLIT else 1) - place
     step = 2 * (tl.num_programs(0) - place) - 1
-    if MAY_RUN:
-        total, longest = 0, 0
-        for first_seq in range(0, batch, 256):
-            seqs = first_seq + tl.arange(0, 256)
-            num_keys = tl.load(context_lens_ptr + seqs, mask=seqs < batch, other=0)
-            if USE_WINDOW:
-                num_keys = tl.minimum(num_keys, window_size)
-            longest = tl.maximum(longest, tl.max(num_keys, axis=0))
-            total += tl.sum(tl.where(seqs < batch, tiles_of(num_keys, TILE_N), 0), axis=0)
-        total *= HEAD_TILES
-        share, longer = total // tl.num_programs(0), total % tl.num_programs(0)
-        chunk_tokens, _ = chunks_of(longest, min_tiles, max_chunks, TILE_N)
-        share_tokens = (share + (longer > 0).to(tl.int32)) * TILE_N
-        rounded = tl.cdiv(share_tokens, chunk_tokens) * chunk_tokens
-        by_chunks = rounded > share_tokens * MAX_UNEVEN
-        if not by_chunks:
-            remaining = share + (place < longer).to(tl.int32)
-            place = place * share + tl.minimum(place, longer)
     seq, place = _locate(
-        place * 0, place, by_chunks, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
+        place * 0, place, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
         HEAD_TILES, TILE_N, USE_WINDOW, IS_SPLIT,
     )  # fmt: skip
     context_len = 0
-    if IS_SPLIT:  # later runs of a sequence need not wait for its length
+    if IS_SPLIT:  # later chunks of a sequence need not wait for its length
         context_len = tl.load(context_lens_ptr + seq, mask=seq < batch, other=0)
     while seq < batch:
         if not IS_SPLIT:
             context_len = tl.load(context_lens_ptr + seq)
         first = tl.maximum(context_len - window_size, 0) if USE_WINDOW else 0
         chunk_tokens, num_chunks = chunks_of(context_len - first, min_tiles, max_chunks, TILE_N)
-        work, head_tile, chunk, end_chunk, rest = 1, place, 0, 1, 1
-        if IS_SPLIT:
-            work = num_chunks
-            chunk = (place.to(tl.uint32) // HEAD_TILES).to(tl.int32)
-            head_tile = place - chunk * HEAD_TILES
-            end_chunk = chunk + 1
-            if not by_chunks:
-                # A share begins and ends with the chunks whose beginnings are nearest.
-                work = tiles_of(context_len - first, TILE_N)
-                head_tile = (place.to(tl.uint32) // work.to(tl.uint32)).to(tl.int32)
-                begin = place - head_tile * work
-                rest = work - begin
-                chunk = _nearest_chunk(begin, chunk_tokens // TILE_N)
-                end_chunk = num_chunks
-                if remaining < rest:
-                    end_chunk = _nearest_chunk(begin + remaining, chunk_tokens // TILE_N)
+        if not IS_SPLIT:
+            num_chunks = 1
+        chunk = (place.to(tl.uint32) // HEAD_TILES).to(tl.int32)
+        head_tile = place - chunk * HEAD_TILES
         kv_head = head_tile // M_TILES
         offs_m = head_tile % M_TILES * TILE_M + tl.arange(0, TILE_M)
         begin = first + chunk * chunk_tokens
-        chunk_end = begin + chunk_tokens
-        end = tl.minimum(first + end_chunk * chunk_tokens, context_len)
+        end = tl.minimum(begin + chunk_tokens, context_len) if IS_SPLIT else context_len
         heads = kv_head * GROUP_SIZE + offs_m
         head_mask = offs_m < GROUP_SIZE
         qo_mask = head_mask[:, None] & dim_mask[None, :]
-        if IS_SPLIT and (chunk == 0) & (chunk < end_chunk):
+        if IS_SPLIT and chunk == 0:
             counts_ptrs = counts_ptr + seq * NUM_Q_HEADS + heads
             tl.store(counts_ptrs, first_state + num_chunks, mask=head_mask)
         q_ptrs = q_ptr + wide_product(seq, stride_q_seq)
@@ -291,7 +221,6 @@ def _paged_decode_kernel(
         k_ptr = add_bytes(k_cache_ptr, wide_product(kv_head, stride_k_head))
         v_ptr = add_bytes(v_cache_ptr, wide_product(kv_head, stride_v_head))
         table_ptr = block_tables_ptr + wide_product(seq, stride_table)
-        table_ptr += wide_product(kv_head, stride_table_head)
         if BLOCK_SIZE == 0:
             ids = tl.load(table_ptr)
         acc = tl.zeros([TILE_M, HEAD_DIM_PADDED // PAIR], tl.float32)
@@ -338,30 +267,21 @@ def _paged_decode_kernel(
                 acc_odd = accumulate(p, odd, acc_odd, alpha, PRECISION)
             else:
                 acc = accumulate(p, values_from_cache(v, q.dtype), acc, alpha, PRECISION)
-            if MAY_RUN and (start + TILE_N == chunk_end) & (chunk_end < end):
-                _store_state(
-                    out_ptr, lse_ptr, acc, acc_odd, row_max, row_sum, unit, v_factor,
-                    first_row_state + chunk, num_states, qo_mask, head_mask, HEAD_DIM, False,
-                )  # fmt: skip
-                chunk += 1
-                chunk_end += chunk_tokens
-                acc = tl.zeros([TILE_M, HEAD_DIM_PADDED], tl.float32)
-                row_max = tl.full([TILE_M], float("-inf"), tl.float32)
-                row_sum = tl.zeros([TILE_M, TILE_N], tl.float32)
 
+        if PAIRED_VALUES:
+            acc = tl.reshape(tl.join(acc, acc_odd), (TILE_M, HEAD_DIM_PADDED))
+        if v_factor is not None:
+            acc *= v_factor
+        row_max, row_sum = natural_max(row_max, unit), tl.sum(row_sum, axis=1)
         if IS_SPLIT:
-            if not MAY_RUN or chunk < end_chunk:
-                _store_state(
-                    out_ptr, lse_ptr, acc, acc_odd, row_max, row_sum, unit, v_factor,
-                    first_row_state + chunk, num_states, qo_mask, head_mask, HEAD_DIM,
-                    PAIRED_VALUES,
-                )  # fmt: skip
+            # One wide address and narrow offsets take few registers from the loop over tiles.
+            state, offsets = first_row_state + chunk, tl.arange(0, TILE_M) * num_states
+            elements = offsets[:, None] * HEAD_DIM + offs_d[None, :]
+            tl.store(out_ptr + state * HEAD_DIM + elements, acc, mask=qo_mask)
+            sums_ptrs = lse_ptr + 2 * state + 2 * offsets
+            tl.store(sums_ptrs, row_max, mask=head_mask)
+            tl.store(sums_ptrs + 1, row_sum, mask=head_mask)
         else:
-            if PAIRED_VALUES:
-                acc = tl.reshape(tl.join(acc, acc_odd), (TILE_M, HEAD_DIM_PADDED))
-            if v_factor is not None:
-                acc *= v_factor
-            row_max, row_sum = natural_max(row_max, unit), tl.sum(row_sum, axis=1)
             if sinks_ptr is not None:
                 sinks = tl.load(sinks_ptr + heads, mask=head_mask, other=0.0)
                 acc, row_max, row_sum = add_sinks(acc, row_max, row_sum, sinks)
@@ -371,18 +291,14 @@ def _paged_decode_kernel(
             tl.store(out_ptrs + offs_d[None, :], cast(out, out_ptr.dtype.element_ty), mask=qo_mask)
             if lse_ptr is not None:
                 tl.store(lse_ptr + seq * NUM_Q_HEADS + heads, lse, mask=head_mask)
-        if by_chunks:
-            place += step
-            remaining -= step
-            step = 2 * tl.num_programs(0) - step
-        else:
-            place += rest
-            remaining -= rest
-        if remaining <= 0:
+        place += step
+        remaining -= step
+        step = 2 * tl.num_programs(0) - step
+        if remaining <= 0:  # saves a search
             seq = batch
-        if place >= work * HEAD_TILES:
+        if place >= num_chunks * HEAD_TILES:
             seq, place = _locate(
-                seq, place, by_chunks, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
+                seq, place, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
                 HEAD_TILES, TILE_N, USE_WINDOW, IS_SPLIT,
             )  # fmt: skip
             if IS_SPLIT:
@@ -439,11 +355,6 @@ def launch_decode(
     pieces = batch * num_chunks * num_kv_heads * tiles.cdiv(group_size, tile.tile_m)
     programs = tiles.PROGRAMS_PER_MULTIPROCESSOR * target.num_multiprocessors
     pairs = target.backend != "hip" and has_value_pairs(v_cache)
-    max_work = batch * num_kv_heads * tiles.cdiv(group_size, tile.tile_m) * block_tables.shape[-1]
-    max_work *= tiles.cdiv(k_cache.shape[1], tile.tile_n)  # at least all tiles; fits 32 bits
-    # Runs would slow tiles with pairs. They store states from shared memory beside the pipeline's.
-    fits = tiles.padded_dim(head_dim) <= 128 or target.arch in (90, 100, 103)
-    may_run = 4 * programs < pieces and max_work < 2**31 and fits and not pairs
     launch(_paged_decode_kernel, (min(pieces, programs),),
         *results, q, cache_argument(k_cache), cache_argument(v_cache), block_tables, context_lens,
         alibi_slopes, sinks, *scale_arguments(k_scale), *scale_arguments(v_scale),
@@ -451,7 +362,7 @@ def launch_decode(
         batch, chunks.min_tiles, chunks.max_chunks,
         first_state, 0 if states is None else states.sums.shape[2],
         *out.stride()[:2], *q.stride()[:2], *byte_strides(k_cache), *byte_strides(v_cache),
-        block_tables.stride(0), block_tables.stride(1) if block_tables.dim() == 3 else 0,
+        block_tables.stride(0),
         alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
         NUM_KV_HEADS=num_kv_heads, GROUP_SIZE=group_size,
         HEAD_DIM=head_dim, HEAD_DIM_PADDED=tiles.padded_dim(head_dim),
@@ -461,7 +372,6 @@ def launch_decode(
         NEGATIVE_SCALE=scale < 0,
         HAS_SOFTCAP=softcap > 0, HAS_ALIBI=alibi_slopes is not None,
         IS_SPLIT=states is not None,
-        MAY_RUN=states is not None and may_run, MAX_UNEVEN=MAX_UNEVEN,
         PAIRED_VALUES=pairs,
         PRECISION=tile.precision,
         **tiles.decode_options(tile, target), **tiles.pdl_options(q.device),
@@ -492,9 +402,7 @@ def paged_decode_attention(
         k_cache, v_cache: (num_blocks, block_size, num_kv_heads, head_dim) in q's dtype or fp8 e4m3,
             any strides but a contiguous last dimension. num_q_heads is a multiple of num_kv_heads.
         block_tables: (batch, max_blocks) int32. Entries past a sequence's last block or before its
-            window are never read. Or (batch, num_kv_heads, max_blocks): each KV head reads its own
-            blocks, as many as the other heads (see `select_blocks`). Positions are then unknown, so
-            window_size and alibi_slopes must be None.
+            window are never read.
         context_lens: (batch,) int32, tokens per sequence including the current token.
         scale: factor of the scores. None: head_dim ** -0.5.
         window_size: number of tokens that the query sees, including itself. None: all tokens.
@@ -529,13 +437,6 @@ def paged_decode_attention(
         scale, window_size, softcap, num_splits
     )
     checks.check_block_tables(block_tables, context_lens, k_cache, window_size=window_size)
-    if block_tables.dim() == 3:
-        for name, option in (("window_size", window_size), ("alibi_slopes", alibi_slopes)):
-            if option is not None:
-                raise ValueError(
-                    f"{name}: expected None with block_tables of shape "
-                    f"{tuple(block_tables.shape)}, because positions of selected tokens are unknown"
-                )
     out, lse = results_of(q, out, return_lse)
     if sizes.batch:
         launch_decode(

@@ -9,7 +9,6 @@ the host and synchronise freely.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -215,22 +214,6 @@ def paged_decode_attention(
     out: torch.Tensor | None = None, return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Reference of `kernels.paged_decode_attention`; num_splits has no effect."""
-    if block_tables.dim() == 3:
-        num_kv_heads = k_cache.shape[2]
-        lse = torch.empty(q.shape[:2], dtype=q.dtype, device=q.device)
-        out = torch.empty_like(q) if out is None else out
-        for head, rows in enumerate(torch.arange(q.shape[1]).chunk(num_kv_heads)):
-            own: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale}
-            for name, factor in own.items():
-                if isinstance(factor, torch.Tensor) and factor.numel() > 1:
-                    own[name] = factor[head]
-            out[:, rows], lse[:, rows] = paged_decode_attention(
-                q[:, rows], k_cache[:, :, head, None], v_cache[:, :, head, None],
-                block_tables[:, head], context_lens,
-                scale=scale, softcap=softcap, sinks=None if sinks is None else sinks[rows],
-                return_lse=True, **own,
-            )  # fmt: skip
-        return (out, lse) if return_lse else out
     return paged_prefill_attention(
         q, k_cache, v_cache, block_tables, torch.arange(len(q) + 1), context_lens,
         max_seqlen_q=1, scale=scale, window_size=window_size, softcap=softcap,
@@ -272,40 +255,6 @@ def paged_prefill_attention(
             ahead=0 if causal else None,
         )  # fmt: skip
     return (out, lse) if return_lse else out
-
-
-def update_block_bounds(
-    k_cache: torch.Tensor, block_bounds: torch.Tensor, slot_mapping: torch.Tensor
-) -> None:
-    """Reference of `kernels.update_block_bounds`."""
-    block_size = k_cache.shape[1]
-    last = (slot_mapping >= 0) & (slot_mapping % block_size == block_size - 1)
-    blocks = slot_mapping[last].long() // block_size
-    block_bounds[blocks] = torch.stack([k_cache[blocks].amin(1), k_cache[blocks].amax(1)], dim=1)
-
-
-def select_blocks(
-    q: torch.Tensor, block_bounds: torch.Tensor,
-    block_tables: torch.Tensor, context_lens: torch.Tensor,
-    num_selected: int, block_size: int,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Reference of `kernels.select_blocks`. Scores are at least fp32."""
-    num_kv_heads = block_bounds.shape[2]
-    queries = q.to(torch.promote_types(q.dtype, torch.float32)).unflatten(1, (num_kv_heads, -1))
-    tables = block_tables.new_full((len(q), num_kv_heads, num_selected), -1)
-    lens = context_lens.clone()
-    for i, context_len in enumerate(context_lens.tolist()):
-        blocks = block_tables[i, : -(-context_len // block_size)]
-        columns = torch.arange(len(blocks), device=q.device).expand(num_kv_heads, -1)
-        if len(blocks) > num_selected:
-            low, high = block_bounds[blocks[:-1].long(), :, :, None].unbind(1)
-            scores = torch.maximum(queries[i] * low, queries[i] * high).sum(-1).amax(-1)
-            order = scores.sort(dim=0, descending=True, stable=True).indices.T
-            best = order[:, : num_selected - 1].sort().values
-            columns = torch.cat([best, columns[:, -1:]], dim=1)
-            lens[i] -= (len(blocks) - num_selected) * block_size
-        tables[i, :, : columns.shape[1]] = blocks[columns]
-    return tables, lens
 
 
 def paged_mla_decode_attention(

@@ -46,15 +46,9 @@ def _divide_up(dividend, divisor):
 
 
 @triton.jit
-def tiles_of(num_tokens, TILE_N: tl.constexpr):
-    """Return the number of tiles of num_tokens keys, at least 1."""
-    return tl.cdiv(tl.maximum(num_tokens, 1).to(tl.uint32), TILE_N).to(tl.int32)
-
-
-@triton.jit
 def chunks_of(num_tokens, min_tiles, max_chunks, TILE_N: tl.constexpr):
     """Return tokens per chunk and number of chunks for num_tokens keys by `tiles.Chunking`."""
-    num_tiles = tiles_of(num_tokens, TILE_N)
+    num_tiles = tl.cdiv(tl.maximum(num_tokens, 1).to(tl.uint32), TILE_N).to(tl.int32)
     tiles = tl.maximum(min_tiles, _divide_up(num_tiles, max_chunks))
     return tiles * TILE_N, _divide_up(num_tiles, tiles)
 

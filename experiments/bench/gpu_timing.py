@@ -3,23 +3,20 @@
 Every sample starts with a cold L2: a buffer larger than L2 is read first. With ``launch="graph"`` a
 sample is one replay of a CUDA graph, so its time excludes launches and Python. With
 ``launch="eager"`` a sample is a call on an idle GPU, and its time includes both. Times are measured
-by the device, between two events. Calls that are compared are timed in turns, so that a change of
-the card's clocks affects all of them. Without a CUDA device nothing is timed.
+by the device, between two events. Without a CUDA device nothing is timed.
 """
 
 from __future__ import annotations
 
 import functools
-import subprocess
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
 Launch = Literal["graph", "eager"]
 Ceiling = Literal["device", "device_to_host", "host_to_device"]
-Name = TypeVar("Name")
 _MIN_SAMPLES, _MAX_SAMPLES = 7, 300
 _FLUSH_BYTES = 256 * 2**20
 _COPIED_BYTES, _TRANSFERRED_BYTES = 2**31, 2**28
@@ -44,65 +41,38 @@ class ImpossibleTime(Exception):
 def time_call(
     call: Callable[[], object], *, launch: Launch = "graph", budget_ms: float = 60.0
 ) -> Times:
-    """``time_calls`` for one call."""
-    return time_calls({"call": (call, launch)}, budget_ms=budget_ms)["call"]
+    """Time a call on the current CUDA device.
 
-
-def time_calls(
-    calls: Mapping[Name, tuple[Callable[[], object], Launch]], *, budget_ms: float = 60.0
-) -> dict[Name, Times]:
-    """Time calls on the current CUDA device.  Samples of the calls alternate.
-
-    budget_ms: device time of all samples, including flushes of L2. At least 7 samples of each call
-    are taken. Raises RuntimeError if there is no CUDA device or a graph cannot be captured.
+    budget_ms: device time of all samples, including flushes of L2. At least 7 samples are taken.
+    Raises RuntimeError if there is no CUDA device or a graph cannot be captured.
     """
     if not torch.cuda.is_available():
         raise RuntimeError("there is no CUDA device to time on")
-    for call, _ in calls.values():
-        for _ in range(2):  # compile, and load modules
-            call()
+    for _ in range(2):  # compile, and load modules
+        call()
     torch.cuda.synchronize()
-    timed = {
-        name: (_captured(call) if launch == "graph" else call, launch)
-        for name, (call, launch) in calls.items()
-    }
+    timed = _captured(call) if launch == "graph" else call
     flush = _l2_buffer().sum  # reads only: dirty lines would be written back during the call
 
-    def sample(count: int) -> tuple[np.ndarray, float]:
-        """Times of shape (count, calls), and the total time, in milliseconds."""
+    def sample(count: int) -> tuple[list[float], float]:
+        """Times of ``count`` calls, and the total time, in milliseconds."""
         pairs = []
-        for call, launch in list(timed.values()) * count:
+        for _ in range(count):
             pairs.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
             flush()
             if launch == "eager":  # otherwise the flush would hide the call's host time
                 torch.cuda.synchronize()
             pairs[-1][0].record()
-            call()
+            timed()
             pairs[-1][1].record()
         torch.cuda.synchronize()
-        times = np.reshape([start.elapsed_time(end) for start, end in pairs], (count, -1))
+        times = [start.elapsed_time(end) for start, end in pairs]
         return times, pairs[0][0].elapsed_time(pairs[-1][1])
 
     _, total_ms = sample(3)
-    per_round = max(total_ms / 3, 1e-3)
-    count = max(_MIN_SAMPLES, min(_MAX_SAMPLES, int(budget_ms / per_round)))
+    count = max(_MIN_SAMPLES, min(_MAX_SAMPLES, int(budget_ms / max(total_ms / 3, 1e-3))))
     times, _ = sample(count)
-    quantiles = 1e3 * np.quantile(times, (0.2, 0.5, 0.8), axis=0)
-    return {
-        name: Times(p20, p50, p80, count)
-        for name, (p20, p50, p80) in zip(timed, quantiles.T.tolist(), strict=True)
-    }
-
-
-def clocks_mhz() -> tuple[int, int] | None:
-    """The card's present clocks of multiprocessors and memory, or None without nvidia-smi."""
-    command = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem", "--format=csv,noheader,nounits"]
-    try:
-        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        sm, memory = lines.splitlines()[torch.cuda.current_device()].split(",")
-        return int(sm), int(memory)
-    except (OSError, subprocess.CalledProcessError, ValueError, IndexError):
-        return None
+    return Times(*(1e3 * np.quantile(times, (0.2, 0.5, 0.8))).tolist(), count)
 
 
 def _captured(call: Callable[[], object]) -> Callable[[], None]:

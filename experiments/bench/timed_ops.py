@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -207,82 +207,46 @@ def refusal(shape: Shape, implementation: str) -> str | None:
 _kept: dict[Shape, Problem] = {}
 
 
-def problem_of(shape: Shape, *beside: Shape) -> Problem:
+def problem_of(shape: Shape) -> Problem:
     """The problem at ``shape``, cached.
 
-    All cached problems except ``beside`` are freed first: one problem may fill the card.
+    The cached problem of another shape is freed first: one problem may fill the card.
     """
     if shape not in _kept:
-        release(*beside)
+        release()
         _kept[shape] = _problem(shape, case_of(shape, use_device()))
     return _kept[shape]
 
 
-def release(*keep: Shape) -> None:
-    """Free the device memory of the problems at all shapes but ``keep``."""
-    for shape in set(_kept) - set(keep):
-        del _kept[shape]
+def release() -> None:
+    """Free the device memory of the cached problem."""
+    _kept.clear()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def run(cell: Timed) -> dict[str, Any]:
-    """``run_in_turns`` for one cell.  Raises Unavailable if the implementation cannot run here."""
-    (row,) = run_in_turns([cell])
-    if isinstance(row, Unavailable):
-        raise row
-    return row
+    """The row of a cell: implementation, shape, accuracy and times (None without a CUDA device).
 
-
-def run_in_turns(cells: Sequence[Timed]) -> list[dict[str, Any] | Unavailable]:
-    """The row of each cell: implementation, shape, accuracy and times.
-
-    The calls are timed in turns.  Times are None without a CUDA device.  If an implementation
-    cannot run here, or a baseline raises, the reason takes the place of the row.  Raises
+    Raises Unavailable if the implementation cannot run here or is a baseline that raises, and
     WrongResult and ImpossibleTime for implementations that are not baselines.
     """
-    found: list[tuple[Problem, Accuracy] | Unavailable] = []
-    for cell in cells:
-        try:
-            found.append(_judged(cell, *(other.shape for other in cells)))
-        except torch.OutOfMemoryError as error:
-            release()
-            found.append(Unavailable(str(error).split(". ")[0]))
-        except Exception as error:
-            found.append(_reason(cell, error))
-    ready = {cell: one for cell, one in zip(cells, found, strict=True) if isinstance(one, tuple)}
-    rows: dict[Timed, Any] = dict.fromkeys(ready, gpu_timing.Times())
-    if ready and torch.cuda.is_available():
-        calls = {
-            cell: (problem.implementations[cell.implementation], _launch(cell))
-            for cell, (problem, _) in ready.items()
-        }
-        try:
-            rows |= gpu_timing.time_calls(calls, budget_ms=sum(cell.budget_ms for cell in ready))
-        except Exception as error:  # a baseline's error if timing succeeds without baselines
-            for cell in [cell for cell in calls if cell.implementation in BASELINES]:
-                rows[cell] = _reason(cell, error)
-                del calls[cell]
-            if len(calls) == len(ready):
-                raise
-            rows |= gpu_timing.time_calls(calls, budget_ms=sum(cell.budget_ms for cell in calls))
-    for cell, (problem, accuracy) in ready.items():
-        if isinstance(rows[cell], gpu_timing.Times):
-            try:
-                rows[cell] = _row(cell, problem, accuracy, rows[cell])
-            except gpu_timing.ImpossibleTime as error:
-                rows[cell] = _reason(cell, error)
-    return [rows.get(cell, one) for cell, one in zip(cells, found, strict=True)]
-
-
-def _reason(cell: Timed, error: Exception) -> Unavailable:
-    """Why a baseline has no row.  Raises ``error`` if the cell is not a baseline."""
-    if isinstance(error, Unavailable):
-        return error
-    if cell.implementation not in BASELINES:
-        raise error
-    text = str(error).strip().partition("\n")[0]
-    return Unavailable(f"{cell.implementation}: {type(error).__name__}: {text}")
+    try:
+        problem, accuracy = _judged(cell)
+        times = gpu_timing.Times()
+        if torch.cuda.is_available():
+            call, launch = problem.implementations[cell.implementation], _launch(cell)
+            times = gpu_timing.time_call(call, launch=launch, budget_ms=cell.budget_ms)
+        return _row(cell, problem, accuracy, times)
+    except torch.OutOfMemoryError as error:
+        release()
+        raise Unavailable(str(error).split(". ")[0]) from error
+    except Exception as error:
+        if isinstance(error, Unavailable) or cell.implementation not in BASELINES:
+            raise
+        text = str(error).strip().partition("\n")[0]
+        reason = f"{cell.implementation}: {type(error).__name__}: {text}"
+        raise Unavailable(reason) from error
 
 
 def _row(
@@ -306,7 +270,7 @@ def _launch(cell: Timed) -> gpu_timing.Launch:
     return "eager" if waits or name == COPY_ENGINE else "graph"
 
 
-def _judged(cell: Timed, *beside: Shape) -> tuple[Problem, Accuracy]:
+def _judged(cell: Timed) -> tuple[Problem, Accuracy]:
     """The problem of a cell and the accuracy of its implementation.
 
     Raises Unavailable if the implementation cannot run here, and WrongResult.
@@ -314,7 +278,7 @@ def _judged(cell: Timed, *beside: Shape) -> tuple[Problem, Accuracy]:
     shape, name = cell.shape, cell.implementation
     if reason := refusal(shape, name):
         raise Unavailable(f"{name}: {reason}")
-    problem = problem_of(shape, *beside)
+    problem = problem_of(shape)
     accuracy = problem.judged(name)
     if not accuracy.passed:
         raise WrongResult(

@@ -129,6 +129,9 @@ def _has(package: str) -> bool:
 
 _SMOKE = {"block_size": (16,), "head_dim": (128,), "dtype": ("bfloat16", "fp8")}
 _SMOKE |= {"feature": ("none", "split", "window")}
+_HEADLINE = {"part": ("decode", "prefill"), "batch": (64,), "context_len": (4096,)}
+_HEADLINE |= {"prefill": ((1, 4096, 4096), (1, 16384, 16384))}
+_FP8 = {"part": ("decode",), "kv_dtype": "float8_e4m3fn"}
 _LATENCY = {
     "part": ("decode", "prefill", "mla", "cascade", "norm", "gate", "store", "copy", "swap_out",
              "swap_in"), "has_producer": (True,),
@@ -139,16 +142,16 @@ _LATENCY = {
 }  # fmt: skip
 _BESIDE = ("paged_decode", "torch", "copy_engine", "flash_attn_2", "flash_attn_3")
 STAGES: dict[str, tuple[float, tuple[Step, ...]]] = {
-    "ceilings": (45, (Sweep("predictions", {"part": ("ceilings",)}),)),
     "smoke": (75, (Sweep("kernel_accuracy", _SMOKE, jobs=1),)),
     "races": (60, (device_tests("tests/kernels/test_repeats.py"),)),
-    "headline": (100, (Sweep("predictions", {"part": ("kernels",)}, jobs=1),)),
+    "headline": (100, (
+        Sweep("kernel_latency", _HEADLINE, (OURS, *_BESIDE), jobs=1),
+        Sweep("kernel_latency", _HEADLINE | _FP8, (OURS,), jobs=1),
+    )),
     "block_size": (70, (
         Sweep("block_size", {"part": ("latency",)}, (OURS, "flash_attn_2"), jobs=1),
     )),
-    "engine": (90, (
-        Sweep("predictions", {"part": ("engine",)}), Sweep("engine", {"part": ("throughput",)}),
-    )),
+    "engine": (90, (Sweep("engine", {"part": ("throughput",)}),)),
     "policies": (110, (Sweep("engine", {"part": ("policy",)}),)),
     "tests": (180, (device_tests("-k", "not repeats"),)),
     "engine_more": (120, (
@@ -162,7 +165,7 @@ STAGES: dict[str, tuple[float, tuple[Step, ...]]] = {
 """Time limit of each stage in seconds, and its steps.  The most important stage is first."""
 _MIN_SHARE = 0.3
 """A stage starts only if at least this share of its time limit is left."""
-_UNTIMED = ("ceilings", "smoke", "races", "tests", "accuracy")
+_UNTIMED = ("smoke", "races", "tests", "accuracy")
 """Stages during which other cores may compile, because they time nothing."""
 
 
@@ -307,8 +310,7 @@ def compile_cell(arch: str, cell: Any) -> int:
     if getattr(cell, "implementation", OURS) != OURS:
         return 0
     meta, count = torch.device("meta"), 0
-    shapes = getattr(cell, "shapes", ()) or ([cell.shape] if hasattr(cell, "shape") else [])
-    cases = [partial(timed_ops.case_of, shape, meta) for shape in shapes]
+    cases = [partial(timed_ops.case_of, cell.shape, meta)] if hasattr(cell, "shape") else []
     cases += [partial(cell.case, "meta")] if hasattr(cell, "case") else []
     for case in cases:
         with contextlib.suppress(Exception):  # the cell will report the error

@@ -1,8 +1,7 @@
-"""Host time of the control path: launches, trace replay, cache managers, engine steps.
+"""Host time of the control path: trace replay, cache managers, engine steps.
 
-There are four parts (``--part``).  The method of a part is described in its file in this folder:
+There are three parts (``--part``).  The method of a part is described in its file in this folder:
 
-* ``launch``: a call of each op's public function, with argument checks and Triton's launch.
 * ``replay``: ``cache.simulate`` on a trace, compared with libcachesim.
 * ``managers``: hash, look-up, allocate and free of a request, and vLLM's ``KVCacheManager``.
 * ``engine``: the scheduler's part of an engine step, compared with vLLM's scheduler.
@@ -20,11 +19,9 @@ from typing import Any, Literal
 
 from experiments import style
 from experiments.harness import Absent, Axis, Experiment, Options
-from experiments.overhead import engine, launch, managers, replay
+from experiments.overhead import engine, managers, replay
 
-# launch is first: it unsets TRITON_INTERPRET before later parts may import kernels.
 _PARTS = {
-    "launch": (launch, launch.Launch),
     "replay": (replay, replay.ReplayCell),
     "managers": (managers, managers.ManagersCell),
     "engine": (engine, engine.Engine),
@@ -32,10 +29,10 @@ _PARTS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Overhead(launch.Launch, replay.Replay, managers.Managers, engine.Engine):
+class Overhead(replay.Replay, managers.Managers, engine.Engine):
     """The options of all parts."""
 
-    part: Axis[Literal["launch", "replay", "managers", "engine"]] = tuple(_PARTS)
+    part: Axis[Literal["replay", "managers", "engine"]] = tuple(_PARTS)
     """Parts to run."""
 
 
@@ -64,10 +61,9 @@ def _of(part: str, make: Callable[[style.DataFrame], Any]) -> Callable[[style.Da
 
 EXPERIMENT = Experiment(
     name="overhead",
-    figure="host time of launches, replay, cache managers and engine steps",
+    figure="host time of replay, cache managers and engine steps",
     options=Overhead(),
     quick=Overhead(
-        part=("replay", "managers", "engine"),  # without launch, which compiles for sm_90
         policy=("lru", "lfu", "mq", "belady"),  # compiled by eviction's quick run, too
         repeats=2,
         trace_requests=1_000,

@@ -173,8 +173,6 @@ _CALLS = {
     # Bits are copied, so fp16 stands for every 16-bit dtype.
     "copy_blocks": _by_head_dim("copy_blocks", (torch.float16,), ("list",)),
     "swap_blocks": _by_head_dim("swap_blocks", (torch.float16,), ("hnd",)),
-    "update_block_bounds": _by_head_dim("update_block_bounds", _HALF),
-    "select_blocks": _by_head_dim("select_blocks", _HALF),
     "shared_prefix_decode_attention": _attention_calls("shared_prefix_decode_attention"),
     "merge_attention_states": _by_head_dim("merge_attention_states", _HALF),
     "slot_mapping_from_positions": [

@@ -23,12 +23,11 @@ except RuntimeError:  # there is none
     os.environ["NUMBA_CACHE_DIR"] = triton.knobs.cache.dir
     numba.config.reload_config()
 
-from kernels.executor.counts import Counts
 from kernels.executor.faults import Fault, FaultKind, UnknownInstruction
 from kernels.executor.launch import Execution, LaunchRecord, execute_ptx, run_ptx
 from kernels.executor.targets import MULTIPROCESSORS
 
 __all__ = [
-    "MULTIPROCESSORS", "Counts", "Execution", "Fault", "FaultKind", "LaunchRecord",
-    "UnknownInstruction", "execute_ptx", "run_ptx",
+    "MULTIPROCESSORS", "Execution", "Fault", "FaultKind", "LaunchRecord", "UnknownInstruction",
+    "execute_ptx", "run_ptx",
 ]  # fmt: skip

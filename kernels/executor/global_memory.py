@@ -3,7 +3,7 @@
 A kernel sees each tensor in an address window of its own, far from every other window. An access
 that leaves its tensor therefore hits no other tensor, and the fault can name the argument. The
 lower address bits are those that the tensor would have on a GPU, where storages begin at multiples
-of 512, so lines and sectors do not depend on host addresses. Memory that a kernel finds by
+of 512. Memory that a kernel finds by
 addresses in a tensor (`tables`) is known by its real addresses. memory.py has the checks.
 """
 
@@ -128,26 +128,6 @@ class GlobalMemory(CheckedMemory):
 
     def threads(self, batch) -> Threads:
         return Threads(batch.program_of_thread, batch.clocks, batch.threads_per_program, batch.at)
-
-    def tally(self, batch, addresses, mask, sizes, *kinds: str) -> None:
-        for kind in kinds if batch.launch.tally is not None else ():
-            batch.launch.tally.global_access(addresses, mask, sizes, kind)
-
-    def touched(self) -> tuple[int, int]:
-        """(bytes, lines of 128) that programs have touched so far."""
-        num_bytes, lines = 0, set[tuple[int, int]]()
-        for number, (start, unit) in enumerate(self.arrays.regions.tolist()):
-            if not unit:
-                continue
-            records = self.records(number)
-            units = np.flatnonzero((records["writer"] != 0) | (records["reader"] != 0))
-            num_bytes += len(units) * unit
-            for window, tensor in zip(self.arrays.windows, self.tensors, strict=True):
-                offsets = start + units * unit - window["shadow"]
-                inside = (offsets > -unit) & (offsets < tensor.span) & (window["region"] == number)
-                found = np.unique((offsets[inside] + tensor.gpu_address) // 128).tolist()
-                lines.update((tensor.storage, line) for line in found)
-        return num_bytes, len(lines)
 
     def describe(self, window: int, offset: int) -> tuple[str | None, str, int, int]:
         if window < 0:

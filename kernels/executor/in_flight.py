@@ -63,29 +63,16 @@ class Queue:
 class CopyQueue(Queue):
     """cp.async in flight."""
 
-    def __init__(self, batch):
-        super().__init__(batch)
-        self._in_flight = np.zeros(batch.num_programs, np.int64)
-        self.max_in_flight = np.zeros(batch.num_programs, np.int64)
-        """Largest number of pending bytes, for each program."""
-
     def issue(self, addresses: np.ndarray, mask: np.ndarray, data: np.ndarray, source) -> None:
         """Start copying data[thread] to the address of each masked thread. source: (addresses,
         threads that read, sizes), as given to `GlobalMemory.load`."""
         self._batch.shared.store(self._batch, addresses, mask, data, later=True)
         self.push(mask, addresses, data, *source)
-        self._in_flight += self._num_bytes(data, mask)
-        np.maximum(self.max_in_flight, self._in_flight, out=self.max_in_flight)
 
     def _end(self, copies, ending: np.ndarray, _pending) -> None:
         batch, (addresses, data, origin, reading, sizes) = self._batch, copies
         batch.shared.land_copies(batch, addresses, ending, data)
         batch.memory.end_copies(batch, origin, ending & reading, sizes, data.shape[1])
-        self._in_flight -= self._num_bytes(data, ending)
-
-    def _num_bytes(self, data: np.ndarray, mask: np.ndarray) -> np.ndarray:
-        """Bytes copied by the masked threads, for each program."""
-        return data.shape[1] * mask.reshape(self._batch.num_programs, -1).sum(1)
 
 
 class InFlight:

@@ -24,7 +24,6 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import FileCacheManager
 from triton.runtime.driver import driver
 
-from kernels.executor.counts import Counts, Tally
 from kernels.executor.global_memory import GlobalMemory, TensorWindow
 from kernels.executor.machine import MAX_THREADS, Batch, Kernel
 from kernels.executor.project import ops_of_this_project
@@ -47,8 +46,6 @@ class LaunchRecord:
     num_warps: int
     warp_instructions: int
     """Instructions, counted once for each warp that executed them."""
-    counts: Counts | None = None
-    """None unless `execute_ptx` was called with `count=True`."""
 
 
 @dataclass
@@ -57,7 +54,6 @@ class Execution:
 
     _seed: int | None
     _edit: Callable[[str, str], str] | None
-    _count: bool
     _fresh: FreshMemory
     _addresses: AddressBook
     launches: list[LaunchRecord] = field(default_factory=list)
@@ -72,11 +68,10 @@ class Execution:
         tables = self._addresses.named_in([value for _, kind, value in arguments if kind == "*i64"])
         launch = Launch(
             ptx, grid, metadata.num_warps, function.shared_bytes, arguments, tables=tables,
-            fresh=self._fresh, seed=self._seed, count=self._count, dependent=metadata.launch_pdl,
+            fresh=self._fresh, seed=self._seed, dependent=metadata.launch_pdl,
         )  # fmt: skip
-        name, counts = launch.kernel.program.name, launch.run()
-        instructions = int(launch.executed.sum())
-        self.launches.append(LaunchRecord(name, grid, metadata.num_warps, instructions, counts))
+        name, instructions = launch.kernel.program.name, launch.run()
+        self.launches.append(LaunchRecord(name, grid, metadata.num_warps, instructions))
 
 
 class Launch:
@@ -85,7 +80,7 @@ class Launch:
     def __init__(
         self, ptx: str, grid: tuple[int, int, int], num_warps: int, shared_bytes: int,
         arguments: list[tuple], *, tables: Sequence[TensorWindow] = (), fresh: FreshMemory | None,
-        seed: int | None, count: bool, dependent: bool,
+        seed: int | None, dependent: bool,
     ):  # fmt: skip
         """arguments: (name, type, value) of each. tables: tensors that are known by their
         addresses. dependent: it may begin while the previous launch runs (programmatic dependent
@@ -122,30 +117,24 @@ class Launch:
                 self.parameters[name] = bits.numpy().tobytes()
             elif not kind.startswith("*"):
                 self.parameters[name] = struct.pack("<" + _FORMATS[kind], value)
-        self.executed = np.zeros(len(self.kernel.steps), np.int64)
-        """How many warps have executed each instruction, by its index."""
-        self.tally = Tally(self.kernel.program) if count else None
 
     def coordinates(self, program: int) -> tuple[int, int, int]:
         """(x, y, z) of a program of the grid."""
         x, y, _ = self.grid
         return program % x, program // x % y, program // (x * y)
 
-    def run(self) -> Counts | None:
-        """Execute every program. Returns the counts. Raises Fault."""
+    def run(self) -> int:
+        """Execute every program. Returns the warp instructions. Raises Fault."""
         order = list(range(math.prod(self.grid)))
         rng = None if self.seed is None else random.Random(self.seed)
         if rng is not None:
             rng.shuffle(order)
         at_once = 1 if self.kernel.one_by_one else max(1, MAX_THREADS // (32 * self.num_warps))
         with np.errstate(all="ignore"):
-            for first in range(0, len(order), at_once):
-                batch = Batch(self, order[first : first + at_once], rng)
-                batch.run()
-                if self.tally:
-                    in_flight = int(batch.copies.max_in_flight.max())
-                    self.tally.bytes_in_flight = max(self.tally.bytes_in_flight, in_flight)
-        return self.tally.finish(self.memory, self.executed) if self.tally else None
+            return sum(
+                Batch(self, order[first : first + at_once], rng).run()
+                for first in range(0, len(order), at_once)
+            )
 
 
 @functools.lru_cache(maxsize=512)
@@ -157,7 +146,7 @@ def run_ptx(
     ptx: str, arguments: Sequence[Any], *, grid: tuple[int, int, int] = (1, 1, 1),
     num_warps: int = 1, shared_bytes: int = 0, seed: int | None = None,
     fresh: FreshMemory | None = None, dependent: bool = False,
-) -> Counts:  # fmt: skip
+) -> None:  # fmt: skip
     """Execute one kernel given as PTX, without Triton: its parameters are `arguments` in order.
 
     Args:
@@ -165,7 +154,7 @@ def run_ptx(
         fresh: records which memory nothing has written.
         dependent: whether the kernel must wait for the previous launch (griddepcontrol.wait).
 
-    Returns the counts. Raises Fault and UnknownInstruction.
+    Raises Fault and UnknownInstruction.
     """
     parameters = _kernel(ptx).program.parameters
     kinds = {"u": "u", "s": "i", "b": "u", "f": "fp"}
@@ -175,10 +164,9 @@ def run_ptx(
         for (name, kind), value in zip(parameters, arguments, strict=True)
     ]
     launch = Launch(
-        ptx, grid, num_warps, shared_bytes, named, fresh=fresh, seed=seed, count=True,
-        dependent=dependent,
-    )  # fmt: skip
-    return launch.run() or Counts()
+        ptx, grid, num_warps, shared_bytes, named, fresh=fresh, seed=seed, dependent=dependent
+    )
+    launch.run()
 
 
 _SESSIONS: list[Execution] = []
@@ -292,7 +280,6 @@ def execute_ptx(
     *,
     seed: int | None = None,
     edit: Callable[[str, str], str] | None = None,
-    count: bool = False,
 ) -> Iterator[Execution]:
     """Execute the PTX of every Triton kernel that is launched inside, on CPU tensors.
 
@@ -300,7 +287,6 @@ def execute_ptx(
         architecture: one of MULTIPROCESSORS.
         seed: run programs in random order and their warps in random turns. None runs them in step.
         edit: called with a kernel's name and its PTX, returns the PTX to execute instead.
-        count: whether launches are recorded with their `Counts`.
 
     Yields:
         an Execution, to which each launch is added when it has run.
@@ -331,7 +317,7 @@ def execute_ptx(
             cache = triton.knobs.cache
             stack.enter_context(cache.scope())
             cache.dir, cache.manager_class = str(Path(cache.dir) / "executor"), FileCacheManager
-        session = Execution(seed, edit, count, fresh, addresses)
+        session = Execution(seed, edit, fresh, addresses)
         _SESSIONS.append(session)
         stack.callback(_SESSIONS.remove, session)
         driver.set_active(ours)

@@ -120,7 +120,7 @@ class Batch:
         self.early = np.full(self.num_threads, launch.dependent)
         self._groups: dict[int, np.ndarray] = {}  # threads that stand at an instruction
         self._yielded: dict[int, int] = {}  # when a group at this instruction has yielded
-        self._num_yields = 0
+        self._num_yields = self._warp_instructions = 0
         self.failed_tests = 0
         self.at = 0
         self.mask: np.ndarray | None = None
@@ -219,8 +219,8 @@ class Batch:
 
     # -- control
 
-    def run(self) -> None:
-        """Run until every thread has ended. Raises Fault."""
+    def run(self) -> int:
+        """Run until every thread has ended. Returns the warp instructions. Raises Fault."""
         self._join(0, self.running)
         executed = 0
         while True:
@@ -234,11 +234,11 @@ class Batch:
                     detail = f"{MAX_INSTRUCTIONS} instructions and no end"
                     raise self.fault(FaultKind.ENDLESS, detail, thread)
             if self.barriers.idle:
-                return
+                return self._warp_instructions
             self.barriers.check_end()
             self._open_barriers()
             if not self._groups:  # only barrier.arrive reached the others
-                return
+                return self._warp_instructions
 
     def _next_group(self) -> tuple[int, np.ndarray, int]:
         """(instruction, threads, instructions to run at most) of the group whose turn it is."""
@@ -272,7 +272,7 @@ class Batch:
 
     def _run_group(self, at: int, threads: np.ndarray, budget: int) -> int:
         """Run a group until it branches apart, waits, ends, meets another or has had its turn."""
-        steps, groups, executed = self.launch.kernel.steps, self._groups, self.launch.executed
+        steps, groups = self.launch.kernel.steps, self._groups
         num_warps = np.count_nonzero(threads.reshape(-1, 32).any(1))
         programs = self.running.reshape(self.num_programs, -1)
         whole = (programs == programs[:, :1]).all() and (threads == self.running).all()
@@ -292,7 +292,7 @@ class Batch:
             at += 1
             if signal is None and at not in groups and done + at - first < budget:
                 continue
-            executed[first:at] += num_warps
+            self._warp_instructions += num_warps * (at - first)
             done += at - first
             goes_on = at if signal is None else self._follow(signal, at, mask)
             if goes_on is None:

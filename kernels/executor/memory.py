@@ -525,10 +525,6 @@ class CheckedMemory:
         """The threads of a batch."""
         raise NotImplementedError
 
-    def tally(self, batch, addresses, mask, sizes, *kinds: str) -> None:
-        """Count an access. kinds: "read", "written"."""
-        raise NotImplementedError
-
     def describe(self, window: int, offset: int) -> tuple[str | None, str, int, int]:
         """(tensor, where it is, span of the window, address) of a byte."""
         raise NotImplementedError
@@ -600,7 +596,6 @@ class CheckedMemory:
         sizes = np.array([size], np.int64) if sizes is None else sizes
         arguments = addresses, mask, sizes, alignment or size, constant, copies, out
         self.run(batch, _load, size, "read", *arguments)
-        self.tally(batch, addresses, mask, sizes, "read")
         return out
 
     def end_copies(self, batch, addresses, mask, sizes, alignment: int) -> None:
@@ -614,7 +609,6 @@ class CheckedMemory:
         mask, size = batch.every(mask), data.shape[1]
         done = "overwritten by an asynchronous copy" if later else "written"
         self.run(batch, _store, size, done, addresses, mask, data, alignment or size, later)
-        self.tally(batch, addresses, mask, np.array([size], np.int64), "written")
 
     def take(
         self, batch, threads: np.ndarray, chunks: np.ndarray, *, size: int = MAX_UNIT,
@@ -643,7 +637,6 @@ class CheckedMemory:
         places = np.zeros(len(addresses), np.int64)
         arguments = addresses, mask, size, release, acquire, places
         self.run(batch, _begin_atomics, size, "atomically changed", *arguments)
-        self.tally(batch, addresses, mask, np.array([size], np.int64), "read", "written")
         return {
             int(thread): SPACE[places[thread] : places[thread] + size].view(dtype)
             for thread in np.flatnonzero(mask)

@@ -132,10 +132,6 @@ class SharedMemory(CheckedMemory):
         records = self.records(0).reshape(len(self.clocks), -1)[program]
         _fence(records, self.clocks[program], warps)
 
-    def tally(self, batch, addresses, mask, sizes, *_kinds: str) -> None:
-        if batch.launch.tally is not None and self.space == "shared":
-            batch.launch.tally.shared_access(addresses, mask, int(sizes[0]))
-
     def describe(self, _window: int, offset: int) -> tuple[str | None, str, int, int]:
         span = int(self.arrays.windows[0]["span"])
         return None, f"{offset:#x} of {self.space} memory", span, offset

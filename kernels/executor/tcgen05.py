@@ -195,8 +195,6 @@ def _multiply(
     for number, thread in enumerate(threads):
         taken = [(where, chunks[number]) for where, chunks in operands]
         memory.products.append(Product(thread, result[number], size, taken))
-    if batch.launch.tally is not None:
-        batch.launch.tally.products(2 * m * n * _K * len(threads))
 
 
 _FORMS: dict[str, Callable[..., Step]] = {

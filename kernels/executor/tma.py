@@ -70,8 +70,6 @@ class TensorMap:
         if len(sources):
             how = {"size": size, "noted": True, "by": "TMA"}
             data[inside] = batch.memory.take(batch, readers, sources, **how)[:, 0]
-        if batch.launch.tally is not None:
-            batch.launch.tally.box(sources, size)
         return data.reshape(-1, MAX_UNIT), readers, sources, size
 
     def copy(self, batch, thread: int, corner: list[int], target: int, barrier: MBarrier) -> None:

@@ -68,8 +68,6 @@ class Sizes:
     num_pairs: int = 4
     """Blocks that are copied or swapped."""
     num_layers: int = 2
-    num_selected: int = 5
-    """Blocks that select_blocks chooses."""
     num_positions: int = 500
     """Rows of the rotary tables; at least num_tokens, as no position is used twice."""
     rotary_dim: int | None = None
@@ -403,48 +401,6 @@ def _sample_tokens(s: Sizes) -> Case:
     return Case("sample_tokens", inputs, num_bytes=num_bytes, returns=("tokens",))
 
 
-def _update_block_bounds(s: Sizes) -> Case:
-    s = replace(s, kv_dtype=None)  # fp8 is not supported
-    random = s.random()
-    slots, (k_cache, _) = s.slots_and_caches(random)
-    last = slots // s.block_size * s.block_size + s.block_size - 1
-    slots = torch.where(torch.arange(len(slots), device=slots.device) % 2 == 0, slots, last)
-    k_cache.copy_(random.normal(*k_cache.shape, dtype=s.cache_dtype))
-    shape = (len(k_cache), 2, s.num_kv_heads, s.head_dim)
-    bounds = random.normal(*shape, dtype=s.cache_dtype)
-    return Case(
-        "update_block_bounds",
-        {"k_cache": k_cache, "block_bounds": bounds, "slot_mapping": slots},
-        num_bytes=s.num_tokens * (s.token_bytes // 2 + 8),
-        returns=(),
-        writes=("block_bounds",),
-    )
-
-
-def _select_blocks(s: Sizes) -> Case:
-    """Scores are integers that fp32 holds exactly, and often equal. Bounds of last blocks, and of
-    sequences that keep all their blocks, are poison."""
-    s = replace(s, kv_dtype=None)  # fp8 is not supported
-    random, batch = s.random(), random_paged_batch(s.context_lens, **s.paged)
-    bounds = poison_(batch.k_cache.new_empty(len(batch.k_cache), 2, s.num_kv_heads, s.head_dim))
-    for row, length in enumerate(s.context_lens):
-        count = -(-length // s.block_size)
-        if count > s.num_selected and not bounds.is_meta:
-            numbers = random.normal(count - 1, *bounds.shape[1:], dtype=torch.float32)
-            bounds[batch.block_tables[row, : count - 1].long()] = (
-                numbers.mul(2).round().sort(dim=1).values.to(bounds.dtype)
-            )
-    inputs = {"q": batch.q.float().round().to(s.dtype), "block_bounds": bounds}
-    inputs |= {"block_tables": batch.block_tables, "context_lens": batch.context_lens}
-    bound_bytes = 2 * s.num_kv_heads * s.head_dim * bounds.itemsize
-    return Case(
-        "select_blocks",
-        inputs | {"num_selected": s.num_selected, "block_size": s.block_size},
-        num_bytes=_table_bytes(s, s.context_lens) * (1 + bound_bytes // 4) + batch.q.nbytes,
-        returns=("tables", "lens"),
-    )
-
-
 def _copy_blocks(s: Sizes) -> Case:
     random, num_blocks = s.random(), 2 * s.num_pairs + s.spare_blocks
     caches: Any = s.random_cache(random, s.first_block + num_blocks)
@@ -560,7 +516,6 @@ def _shared_prefix_decode_attention(s: Sizes) -> Case:
 _MAKERS = (
     _store_kvcache, _rope_store_kvcache, _apply_rotary_embedding, _slot_mapping_from_positions,
     _add_rms_norm, _gated_activation, _sample_tokens, _copy_blocks, _swap_blocks,
-    _update_block_bounds, _select_blocks,
     _merge_attention_states, _paged_decode_attention, _shared_prefix_decode_attention,
     _paged_prefill_attention, _concat_and_cache_mla, _paged_mla_decode_attention,
 )  # fmt: skip

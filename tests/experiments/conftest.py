@@ -7,7 +7,7 @@ import io
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +17,7 @@ import pytest
 import cache
 from experiments import style
 from experiments.harness import sweep
-from experiments.harness.workers import Outcome, Task, execute, run_locally
-from experiments.overhead.launch import Launch
+from experiments.harness.workers import execute
 
 _SAVE = style.save  # the real one, also in tests that use the fixture drawn
 
@@ -44,16 +43,10 @@ TINY_RUNS = {
     "fp8_quality": "8 --model tiny --windows 2 --calibration-windows 1 --window-tokens 40 "
     "--threads 1",
     "hybrid": "25 --trace {chat} --model gpt-oss-120b --policy lru --policy arc --layout full r0",
-    "kernel_counters": "3 --op decode store --arch sm_90 --kv-dtype bfloat16 --block-size 16 "
-    "--num-q-heads 8 --num-kv-heads 2",
-    "kernel_resources": "1 --op paged_decode_attention --arch sm_90 --match ^bf16.d128.g4.split$",
-    "kernel_time": "1 --gpu H100-SXM",
     "memory_waste": "5 --trace {lengths} --block-size 1 16 --num-requests 40 "
     "--sequences-in-cache 2",
-    "overhead": "6 --launch-samples 3 --trace {prompts} --repeats 2 --policy lru "
-    "--pool-blocks 512 1024 --pool-requests 4 --manager vllm_v1 "
-    "--num-sequences 1 2 --lengths 2 5 --num-steps 5",
-    "predictions": "2 --part kernels",
+    "overhead": "5 --trace {prompts} --repeats 2 --policy lru --pool-blocks 512 1024 "
+    "--pool-requests 4 --manager vllm_v1 --num-sequences 1 2 --lengths 2 5 --num-steps 5",
     "preemption": "4 --block-size 4 16 --context-tokens 40 --transfer-us 3 --draw 0 "
     "--traffic 0.01 --request-rate 40",
     "published_serving": "2 --case lambda_a100_10 bench_70b",
@@ -112,13 +105,6 @@ def inputs(tmp_path_factory) -> dict[str, Path]:
     return paths
 
 
-def map_cells(tasks: Sequence[Task]) -> Generator[Outcome]:
-    """Run cells in this process, apart from kernel launches, which need compiled kernels."""
-    for task in tasks:
-        in_child = isinstance(task.cell, Launch)
-        yield from run_locally([task], jobs=1) if in_child else [execute(task)]
-
-
 @pytest.fixture(scope="session")
 def tiny_run(inputs, tmp_path_factory) -> Callable[[str], TinyRun]:
     """The tiny run of an experiment by name; run once for all test processes.
@@ -137,8 +123,7 @@ def tiny_run(inputs, tmp_path_factory) -> Callable[[str], TinyRun]:
             patch.setattr(style, "save", _SAVE)
             patch.setattr(style, "_FORMATS", {"png": style._FORMATS["png"]})
             patch.setattr("importlib.metadata.distributions", list)  # reading them takes longest
-            if name not in ("kernel_counters", "kernel_resources"):  # they need compiled kernels
-                patch.setattr(sweep, "run_locally", lambda tasks, jobs: map_cells(tasks))
+            patch.setattr(sweep, "run_locally", lambda tasks, jobs: (execute(t) for t in tasks))
             words = [word.format(**inputs) for word in options.split()]
             assert cli.main(["run", name, *words, "--jobs=1", f"--out={out}"]) == 0
         return printed.getvalue()

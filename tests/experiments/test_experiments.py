@@ -19,7 +19,7 @@ RESULTS = Path(__file__).parents[2] / "results"
 WITHOUT_TINY_RUN = {"kernel_latency", "kernel_accuracy"}
 """They have fixtures of their own."""
 UNTIMED = {"block_size": 97, "memory_waste": 35, "published_serving": 5, "sharing": 7}
-UNTIMED |= {"hybrid": 568, "predictions": 1}
+UNTIMED |= {"hybrid": 568}
 """Experiments that count or model, and how far apart the cells are that a test computes again."""
 
 
@@ -129,11 +129,6 @@ run eviction --jobs 0| jobs must be at least 1, got 0
 run overhead --pool-blocks 100: needs an int of at least 512
 run overhead --pool-requests 1: needs an int of at least 2
 run kernel_accuracy --kernel x: needs one of .*copy_blocks
-run kernel_counters --op x: needs one of decode, prefill
-run kernel_counters --sglang none.py| none\.py
-run kernel_resources --op nonesuch| 'nonesuch' is unknown; choose from store_kvcache
-run kernel_resources --arch sm_70| 'sm_70' is unknown; choose from sm_80, sm_90
-run kernel_time --gpu H99: needs one of .*H100-SXM
 run preemption --context-tokens 0: needs an int of at least 1
 run serving --system orca: needs one of contiguous_max
 run shared_prefix --load orca: needs one of .*five_shot

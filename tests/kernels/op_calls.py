@@ -75,8 +75,6 @@ _SIZES = {
     "slot_mapping_from_positions": {"context_lens": (1, 1)},
     "sample_tokens": {"num_tokens": 2, "vocab_size": 9, "features": ("min_p", "top_k", "top_p")},
     "copy_blocks": {"num_pairs": 1, "num_layers": 1, "num_kv_heads": 1, "block_size": 1},
-    "update_block_bounds": {"spare_blocks": 4},
-    "select_blocks": {"context_lens": (7, 8), "num_selected": 1, **_SEQS},
     "swap_blocks": {"num_pairs": 1, "num_layers": 1, "spare_blocks": 4},
 }  # fmt: skip
 

@@ -105,13 +105,6 @@ BAD_CALLS = {
         ("out: expected shape (..., head_dim_v=64), got (2, 4, 80)", {"out": zeros(2, 4, 80)}),
     ),
     "merge_attention_states": (),
-    "update_block_bounds": (),
-    "select_blocks": (
-        (
-            "block_tables: expected max_blocks from 0 to 65536, got 65537",
-            {"block_tables": torch.zeros(2, 65537, dtype=torch.int32)},
-        ),
-    ),
     "slot_mapping_from_positions": (),
     "sample_tokens": (
         ("logits: expected vocab_size from 1 to 4194304, got 0", {"logits": ones(2, 0)}),
@@ -286,8 +279,6 @@ FREE_DIMS = {
     "apply_rotary_embedding": {("x", 1), ("x", 2)},
     "slot_mapping_from_positions": {("block_tables", 0), ("block_tables", 1)},
     "sample_tokens": {("logits", 1)},
-    "update_block_bounds": {("k_cache", 1), ("slot_mapping", 0)},
-    "select_blocks": {("block_bounds", 0), ("block_tables", 1)},
     "copy_blocks": {*[("caches", dim) for dim in range(1, 6)], ("src_to_dst", 0)},
     "swap_blocks": {("src_cache", 0), ("dst_cache", 0), ("src_to_dst", 0)},
     "flash_attn_with_kvcache": {("q", 1)},
@@ -392,8 +383,6 @@ RANGES = {
     "sample_tokens": {
         "temperatures": (0, 1e29), "min_ps": (0, 1), "top_ks": (1, None), "top_ps": (0, 1)
     },
-    "update_block_bounds": {"slot_mapping": (None, 19)},
-    "select_blocks": SEQUENCES | {"num_selected": (1, 65536), "block_size": (1, None)},
     "copy_blocks": {"src_to_dst": (None, 4)},
     "swap_blocks": {"src_to_dst": (None, 4)},
     "flash_attn_with_kvcache": FLASH_ATTN | {"num_splits": (0, 65535)},

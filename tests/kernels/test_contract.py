@@ -30,7 +30,7 @@ ATTENTION = {op.op: op for op in OPS.values()}
 MLA = "paged_mla_decode_attention"
 SCORED = (*ATTENTION, MLA)
 EXACT = ("store_kvcache", "slot_mapping_from_positions", "sample_tokens", "copy_blocks")
-EXACT += ("swap_blocks", "update_block_bounds", "select_blocks", "concat_and_cache_mla")
+EXACT += ("swap_blocks", "concat_and_cache_mla")
 every_op = pytest.mark.parametrize("op", CASES)
 
 SIZES = {
@@ -65,11 +65,6 @@ MORE_SIZES = {
     "gated_activation": {"width": st.sampled_from([1, 7, 80, 1024, 2048, 2049, 5000])},
     "sample_tokens": {"vocab_size": st.integers(1, 4500), "num_tokens": st.integers(1, 3)},
     "merge_attention_states": {"head_dim": st.sampled_from([0, 1, 16, 33, 80, 128, 256])},
-    "update_block_bounds": {"layout": STORE_SIZES["layout"]},
-    "select_blocks": {
-        "context_lens": st.lists(st.integers(0, 900), max_size=4),
-        "num_selected": st.integers(1, 50),
-    },
     "copy_blocks": PAIRS,
     "swap_blocks": PAIRS,
     **dict.fromkeys(ATTENTION, STORE_SIZES | {"exponent": st.sampled_from([None, 5, 14, 59])}),

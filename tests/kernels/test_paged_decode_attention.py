@@ -6,14 +6,12 @@ not matter.
 
 from dataclasses import replace
 
-import pytest
 import torch
 from attention_ops import OPS, select
 from hypothesis import given
 from hypothesis import strategies as st
 from op_calls import same
 
-from kernels.fp8_cache import FP8_DTYPE
 from kernels.tiles import force_target, target_of
 
 DECODE = OPS["decode"]
@@ -38,7 +36,7 @@ def test_more_splits_than_the_merge_reads_at_a_time(device):
 def test_any_number_of_programs_computes_every_chunk(
     lengths, num_heads, num_splits, window_size, multiprocessors, seed
 ):
-    """Programs take chunks in turns or shares of all tiles, see `MAX_UNEVEN`."""
+    """Programs take chunks in turns."""
     shape = {"num_q_heads": num_heads, "num_kv_heads": num_heads, "head_dim": 16, "seed": seed}
     call = DECODE.call("cpu", lengths, window_size=window_size, **shape)
     usual = DECODE.assert_matches_reference(call, num_splits)
@@ -58,22 +56,3 @@ def test_later_chunks_are_found_in_a_large_batch(device):
         one = select(call, [row])
         alone = DECODE.assert_matches_reference(one, num_splits=3)
         assert same(alone, (out[[row]], lse[[row]]))
-
-
-@pytest.mark.parametrize("kv_dtype", [None, FP8_DTYPE], ids=["", "fp8"])
-def test_each_head_reads_its_own_table(kv_dtype, device):
-    call = DECODE.call(device, (200, 5, 0, 90, 48), kv_dtype=kv_dtype, features=("sinks",))
-    same_tables = call["block_tables"][:, None].expand(-1, 2, -1)
-    shared = DECODE.run(call, 2)
-    assert same(DECODE.run(call | {"block_tables": same_tables}, 2), shared)
-    tables = same_tables.clone()
-    tables[0, 1, :12] = tables[0, 1, :12].flip(0)  # all but the last block
-    tables[3, 0, :5] = tables[0, 0, 2:7]
-    DECODE.assert_matches_reference(call | {"block_tables": tables}, num_splits=2)
-    for name, option in (("window_size", 64), ("alibi_slopes", torch.ones(4, device=device))):
-        with pytest.raises(ValueError, match=f"{name}: expected None with block_tables of shape"):
-            DECODE.run(call | {"block_tables": tables, name: option}, 2)
-    if tables.is_cpu:
-        tables[3, 1, 4] = -1
-        with pytest.raises(ValueError, match=r"block_tables: expected block ids .* at \[3, 1, 4\]"):
-            DECODE.run(call | {"block_tables": tables}, 2)

@@ -24,7 +24,6 @@ LENS = {
     "shared_prefix_decode_attention": {
         "prefix_lens": (3000, 50), "group_sizes": (20, 20), "context_lens": (77,) * (40 // SHRINK)
     },
-    "select_blocks": {"context_lens": (5000, 300, 33) * (20 // SHRINK)},
 }  # fmt: skip
 
 

@@ -1,6 +1,5 @@
 """The sampling of times, on a clock that the test turns."""
 
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -89,19 +88,6 @@ def test_nothing_is_timed_without_a_gpu():
     assert row["bytes"] == 8
     for column in (*gpu_timing.Times._fields, "gb_per_s", "bandwidth_fraction", "matmul_fraction"):
         assert not row[column], column
-
-
-def test_calls_are_timed_in_turns(fake):
-    """A card that slows down while it is timed slows down all of them."""
-
-    def call(name: str, milliseconds: float) -> None:
-        fake.now += milliseconds * (1 + fake.now / 100)
-        fake.log.append(name)
-
-    calls = {name: (partial(call, name, ms), "graph") for name, ms in {"a": 1, "b": 2}.items()}
-    times = gpu_timing.time_calls(calls, budget_ms=100.0)
-    assert times["b"].p50_us / times["a"].p50_us == pytest.approx(2, rel=0.1)
-    assert [name for name in fake.log if name in "ab"][4:] == ["a", "b"] * (3 + times["a"].samples)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,7 @@ import pandas as pd
 import pytest
 import torch
 
-from experiments import predictions
 from experiments.bench import gpu_timing, timed_ops
-from experiments.bench.shapes import Shape
 from experiments.gpu import contact, kernel_latency
 from experiments.harness import Absent
 from experiments.harness.environment import device_slug
@@ -97,24 +95,13 @@ def test_each_stage_of_a_first_contact_has_cells():
 
 def test_the_stages_of_a_first_contact(small_gpu, tmp_path, monkeypatch):
     """Their own code at tiny sizes; all tables are written."""
-    shape = Shape(op="decode", batch=2, context_len=9, block_size=4, **HEADS)
-    pair = (shape, replace(shape, batch=1))
-    monkeypatch.setattr(predictions, "KERNELS", ((shape,), *[pair] * 4, (shape,)))
-    monkeypatch.setattr(predictions, "CARDS", {"H200-SXM": "NVIDIA H200"})
-    monkeypatch.setattr(predictions, "_OTHERS", ("flash_attn_2", "gather_cudnn"))
-    monkeypatch.setattr(predictions, "_COMPILED", ("gather_sdpa",))
-    known = pd.DataFrame({"gpu": "H200-SXM", "name": [predictions.name_of(shape)]})
-    known = known.assign(predicted=1e9, low=0.0, high=2e9)
-    known.to_csv(tmp_path / "rows.csv")
-    (tmp_path / "environment.json").write_text(
-        '{"commit": "abc", "started": "2026-11-26", "packages": {"triton": "3.0.1"}}'
-    )
-    monkeypatch.setattr(predictions, "TABLE", tmp_path / "rows.csv")
     few = {"dtype": ("float16",), "head_dim": (16,), "feature": ("none",)}
     kernels = ("swap_blocks", "store_kvcache", "paged_decode_attention")
     tiny = {"kernel_accuracy": few | {"kernel": kernels, "block_size": (7,)}}
+    sizes = {"batch": (2,), "context_len": (9,), "block_size": (4,), "prefill": ((1, 3, 9),)}
+    tiny |= {"kernel_latency": HEADS | sizes}
     said = []
-    for name in ("ceilings", "smoke", "headline"):
+    for name in ("smoke", "headline"):
         most, steps = contact.STAGES[name]
         small = [
             replace(s, options=s.options | tiny.get(s.experiment, {}), jobs=None) for s in steps
@@ -127,10 +114,7 @@ def test_the_stages_of_a_first_contact(small_gpu, tmp_path, monkeypatch):
     assert set(accuracy["kernel"]) == set(kernels)
     assert accuracy["passed"].all()
     assert not accuracy["interpreted"].any()
-    rows = pd.read_csv(tmp_path / "predictions/nvidia-h200/rows.csv").set_index("name")
-    assert (rows.loc[["read", "copy", "update"], "measured"] > 0).all(), "the stage before this one"
-    ours, *others = rows.loc[predictions.name_of(shape)].to_dict("records")
-    assert ours["ratio"] == pytest.approx(ours["p50_us"] / 1e9)
-    assert ours["verdict"].startswith("holds; predicted for Triton 3.0.1, measured with 3.")
-    assert ours["predicted_at"] == "abc"
-    assert "flash_attn cannot be imported" in others[0]["verdict"]
+    rows = pd.read_csv(tmp_path / "kernel_latency/nvidia-h200/rows.csv")
+    assert list(rows["kv_dtype"]) == ["bfloat16"] * 2 + ["float8_e4m3fn"]
+    assert (rows["p50_us"] > 0).all()
+    assert any("absent (2) flash_attn_3: flash_attn_interface cannot be" in text for _, text in said)

@@ -65,11 +65,11 @@ def printing(x):
 
 def tuned():
     x = torch.zeros(100, dtype=torch.int32)
-    with execute_ptx("sm_90", count=True) as run:
+    with execute_ptx("sm_90") as run:
         fill[lambda meta: (triton.cdiv(100, meta["BLOCK"]),)](x, 100)
         multiprocessors = driver.active.utils.get_device_properties(0)["multiprocessor_count"]
     (launch,) = run.launches
-    print(x.tolist() == [*range(100)], launch.counts.written_bytes, multiprocessors)
+    print(x.tolist() == [*range(100)], launch.warp_instructions > 0, multiprocessors)
 
 
 def arguments():
@@ -121,7 +121,7 @@ def prints():
 @pytest.mark.parametrize(
     ("call", "printed"),
     [
-        ("tuned", "True 400 132"),
+        ("tuned", "True True 132"),
         ("arguments", "True True"),
         ("functions", "True True True\nTrue"),
         ("descriptors", "True False\nTrue False\nTrue False"),

@@ -40,7 +40,6 @@ SIZES = {
     "add_rms_norm": {"width": 1000},
     "gated_activation": {"width": 2600},
     "sample_tokens": {"num_tokens": 3},
-    "select_blocks": {"context_lens": (400, 5, 0), "num_selected": 3},
 }
 STORES = ("store_kvcache", "rope_store_kvcache")
 IN_TURN = [
