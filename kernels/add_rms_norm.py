@@ -12,10 +12,9 @@ import triton
 import triton.language as tl
 
 from kernels.checks import FLOAT_DTYPES, Arg, TensorSpec, bounded, check_number, same_dtype
-from kernels.launch import launch
+from kernels.launch import launch, op
 from kernels.primitives import await_launches_before, cast, load_gain, reciprocal_rms
 from kernels.tiles import MAX_NORM_SIZE, cdiv, next_power_of_2, norm_tile, pdl_options
-from kernels.torch_ops import functional_op, like_first
 
 _TENSORS = TensorSpec(
     Arg("x", "num_tokens hidden_size", FLOAT_DTYPES),
@@ -51,7 +50,7 @@ def _add_rms_norm_kernel(
     tl.store(out_ptr + rows[:, None] * HIDDEN_SIZE + offs[None, :], cast(y, dtype), mask=mask)
 
 
-@functional_op(fake=like_first, mutates_args=("residual",))
+@op
 def add_rms_norm(
     x: torch.Tensor,
     residual: torch.Tensor | None,

@@ -16,10 +16,9 @@ import triton.language as tl
 from kernels import checks
 from kernels.checks import FLOAT_DTYPES, Arg, TensorSpec
 from kernels.fp8_cache import to_cache
-from kernels.launch import launch
+from kernels.launch import launch, op
 from kernels.primitives import cast, load_gain, reciprocal_rms
 from kernels.tiles import cdiv, next_power_of_2, padded_dim, rotary_tile
-from kernels.torch_ops import functional_op, like_first
 
 _TENSORS = TensorSpec(
     Arg("x", "num_tokens num_heads head_dim", FLOAT_DTYPES),
@@ -126,7 +125,7 @@ def _apply_rotary_embedding_kernel(
     )  # fmt: skip
 
 
-@functional_op(fake=like_first)
+@op
 def apply_rotary_embedding(
     x: torch.Tensor,
     positions: torch.Tensor,

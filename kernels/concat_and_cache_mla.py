@@ -5,9 +5,8 @@ import triton
 import triton.language as tl
 
 from kernels.checks import FLOAT_DTYPES, INTEGERS, Arg, TensorSpec, bounded, check_slots, same_dtype
-from kernels.launch import launch
+from kernels.launch import launch, op
 from kernels.tiles import cdiv, next_power_of_2, store_tile
-from kernels.torch_ops import functional_op
 
 _TENSORS = TensorSpec(
     Arg("latent_cache", "num_blocks block_size latent_dim", FLOAT_DTYPES, written=True),
@@ -44,7 +43,7 @@ def _concat_and_cache_mla_kernel(
     tl.store(rows + offs_v, kv_c, mask=mask)
 
 
-@functional_op(mutates_args=("latent_cache",))
+@op
 def concat_and_cache_mla(
     kv_c: torch.Tensor, k_pe: torch.Tensor, latent_cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:

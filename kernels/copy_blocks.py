@@ -14,9 +14,8 @@ import triton.language as tl
 from kernels import block_layout
 from kernels.block_layout import element_offsets
 from kernels.checks import MAX_GRID_YZ, Arg, TensorSpec, check_integer, same_dtype
-from kernels.launch import launch
+from kernels.launch import launch, on_gpu_of_tensors
 from kernels.tiles import cdiv, copy_tile
-from kernels.torch_ops import functional_op
 
 
 @triton.jit(do_not_specialize=["num_layers"])
@@ -83,9 +82,48 @@ def _tensors(num_planes: int) -> TensorSpec:
     return TensorSpec(first, *others, block_layout.PAIRS_ARG)
 
 
-@functional_op(mutates_args=("planes",), remembers=False)
-def _copy_blocks(planes: list[torch.Tensor], src_to_dst: torch.Tensor) -> None:
-    """`copy_blocks` on [6-dimensional tensor] or on [k_0, v_0, k_1, v_1, ...] (4-dimensional)."""
+@on_gpu_of_tensors
+def copy_blocks(
+    caches: torch.Tensor | Sequence[tuple[torch.Tensor, torch.Tensor]], src_to_dst: torch.Tensor
+) -> None:
+    """Copy whole blocks of a paged KV cache, K and V of every layer, in place and in one launch.
+
+    This is the copy-on-write of PagedAttention (Kwon et al., 2023): before a sequence appends to a
+    shared block, it gets its own copy of the block.
+
+    Args:
+        caches: (2, num_layers, num_blocks, block_size, num_kv_heads, head_dim), K and V of all
+            layers, any strides but a contiguous last dimension; or one (k_cache, v_cache) per
+            layer, each (num_blocks, block_size, num_kv_heads, head_dim), all of one shape, dtype
+            and strides. fp16, bf16, fp32, fp8 or 8-bit integers. The first call with a list uploads
+            its addresses: make that call before capturing a CUDA graph.
+        src_to_dst: (num_pairs, 2) int64 on the caches' device: source and destination block. A pair
+            with a negative number is skipped (padding of a captured graph). A pair of a block with
+            itself does nothing. Pairs are copied in no order, so a destination must not be the
+            destination or the source of another pair: split dependent copies into several calls. On
+            a GPU such a destination gets undefined contents. No other block is affected.
+
+    Mutates the destination blocks. Returns None. Without pairs nothing is launched.
+
+    Raises:
+        ValueError: a shape, dtype, device or stride does not fit. If src_to_dst is in host memory
+            also: a block is past the end, or pairs depend on one another. Nothing is copied then.
+        RuntimeError: the first call with a list of caches is inside a CUDA graph capture.
+    """
+    if isinstance(caches, torch.Tensor):
+        planes = [caches]
+    else:
+        try:
+            layers = [tuple(layer) for layer in caches]
+        except TypeError:
+            layers = []
+        if not layers or any(len(layer) != 2 for layer in layers):
+            raise ValueError(
+                "caches: expected one tensor of six dimensions, or one (k_cache, v_cache) per "
+                f"layer, got {type(caches).__name__} of {len(layers)} layers of "
+                f"{[*map(len, layers)]} tensors"
+            )
+        planes = [plane for layer in layers for plane in layer]
     first = planes[0]
     is_one_tensor = len(planes) == 1
     num_blocks = _tensors(len(planes))(*planes, src_to_dst).num_blocks
@@ -124,45 +162,3 @@ def _copy_blocks(planes: list[torch.Tensor], src_to_dst: torch.Tensor) -> None:
         DTYPE=block_layout.TL_BITS[first.itemsize], ALIGNMENT=alignment,
         num_warps=tile.num_warps,
     )  # fmt: skip
-
-
-def copy_blocks(
-    caches: torch.Tensor | Sequence[tuple[torch.Tensor, torch.Tensor]], src_to_dst: torch.Tensor
-) -> None:
-    """Copy whole blocks of a paged KV cache, K and V of every layer, in place and in one launch.
-
-    This is the copy-on-write of PagedAttention (Kwon et al., 2023): before a sequence appends to a
-    shared block, it gets its own copy of the block.
-
-    Args:
-        caches: (2, num_layers, num_blocks, block_size, num_kv_heads, head_dim), K and V of all
-            layers, any strides but a contiguous last dimension; or one (k_cache, v_cache) per
-            layer, each (num_blocks, block_size, num_kv_heads, head_dim), all of one shape, dtype
-            and strides. fp16, bf16, fp32, fp8 or 8-bit integers. The first call with a list uploads
-            its addresses: make that call before capturing a CUDA graph.
-        src_to_dst: (num_pairs, 2) int64 on the caches' device: source and destination block. A pair
-            with a negative number is skipped (padding of a captured graph). A pair of a block with
-            itself does nothing. Pairs are copied in no order, so a destination must not be the
-            destination or the source of another pair: split dependent copies into several calls. On
-            a GPU such a destination gets undefined contents. No other block is affected.
-
-    Mutates the destination blocks. Returns None. Without pairs nothing is launched.
-
-    Raises:
-        ValueError: a shape, dtype, device or stride does not fit. If src_to_dst is in host memory
-            also: a block is past the end, or pairs depend on one another. Nothing is copied then.
-        RuntimeError: the first call with a list of caches is inside a CUDA graph capture.
-    """
-    if isinstance(caches, torch.Tensor):
-        _copy_blocks([caches], src_to_dst)
-        return
-    try:
-        layers = [tuple(layer) for layer in caches]
-    except TypeError:
-        layers = []
-    if not layers or any(len(layer) != 2 for layer in layers):
-        raise ValueError(
-            "caches: expected one tensor of six dimensions, or one (k_cache, v_cache) per layer, "
-            f"got {type(caches).__name__} of {len(layers)} layers of {[*map(len, layers)]} tensors"
-        )
-    _copy_blocks([plane for layer in layers for plane in layer], src_to_dst)

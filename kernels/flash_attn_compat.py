@@ -109,8 +109,9 @@ def flash_attn_varlen_func(
     out, lse = flash_attn_varlen(
         *map(_detached, inputs), cu_seqlens_q, cu_seqlens_k,
         _as_integer("max_seqlen_q", max_seqlen_q), _as_integer("max_seqlen_k", max_seqlen_k),
+        alibi_slopes, block_table,
         scale=softmax_scale, window=_window(window_size, causal), softcap=softcap,
-        alibi_slopes=alibi_slopes, block_table=block_table, return_lse=return_attn_probs,
+        return_lse=return_attn_probs,
     )  # fmt: skip
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
         out = _ForwardOnly.apply(out, *inputs)
@@ -187,9 +188,9 @@ def flash_attn_with_kvcache(
         cache_seqlens, cache_seqlen = None, int(cache_seqlens)
     out, lse = flash_attn_kvcache(
         _detached(q), k_cache, v_cache, _detached(k), _detached(v), rotary_cos, rotary_sin,
-        cache_seqlens, cache_seqlen, cache_batch_idx, cache_leftpad, block_table,
+        cache_seqlens, cache_seqlen, cache_batch_idx, cache_leftpad, block_table, alibi_slopes,
         scale=softmax_scale, window=_window(window_size, causal), softcap=softcap,
-        rotary_interleaved=rotary_interleaved, alibi_slopes=alibi_slopes,
+        rotary_interleaved=rotary_interleaved,
         num_splits=_as_integer("num_splits", num_splits), return_lse=return_softmax_lse,
     )  # fmt: skip
     return (out, lse) if return_softmax_lse else out

@@ -1,4 +1,4 @@
-"""The operators behind flash-attn's entry points (kernels/flash_attn_compat.py).
+"""The PyTorch operators behind flash-attn's entry points (kernels/flash_attn_compat.py).
 
 Each call becomes one attention call on a cache. A contiguous cache is treated as a paged cache
 whose blocks each hold a whole sequence. Packed keys are one such block, in which every sequence has
@@ -8,10 +8,14 @@ the kernels, so a cache that grows with every call compiles once.
 
 Arguments have flash-attn's names, with three exceptions. `scale` is softmax_scale. `window` is
 (left, right); -1 means no limit, and right is 0 if causal. Without `return_lse`, the LSE is empty.
+
+While torch.compile or torch.export traces, a call becomes one operator, `torch.ops.pagelab.*`. An
+eager call avoids the dispatcher. The operators are for inference: they have no derivative.
 """
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,13 +36,12 @@ from kernels.checks import (
     kv_cache_args,
     same_dtype,
 )
-from kernels.launch import remembered
+from kernels.launch import on_gpu_of_tensors, remembered
 from kernels.paged_decode_attention import decode_chunking, launch_decode
 from kernels.paged_prefill_attention import launch_prefill
 from kernels.rope_store_kvcache import rope_store_kvcache
 from kernels.slot_mapping_from_positions import slot_mapping_from_positions
 from kernels.store_kvcache import store_kvcache
-from kernels.torch_ops import functional_op
 
 _BLOCK_TABLE = Arg("block_table", "batch max_blocks", INT32, optional=True)
 _PACKED_TENSORS, _PAGED_TENSORS = (
@@ -137,14 +140,32 @@ def _heads_first(lse: torch.Tensor) -> torch.Tensor:
     return lse.transpose(-1, -2).contiguous()
 
 
-@functional_op(fake=_fake, remembers=False)
+def _operator(*mutates_args: str) -> Callable[[Callable], Callable]:
+    """Register a function as an operator, which its calls become while PyTorch traces."""
+
+    def register(function: Callable) -> Callable:
+        launch = on_gpu_of_tensors(function)
+        name = f"pagelab::{function.__name__}"
+        operator = torch.library.custom_op(name, launch, mutates_args=mutates_args)
+        operator.register_fake(_fake)
+
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            return (operator if torch.compiler.is_compiling() else launch)(*args, **kwargs)
+
+        return call
+
+    return register
+
+
+@_operator()
 def flash_attn_varlen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
     max_seqlen_q: int, max_seqlen_k: int,
+    alibi_slopes: torch.Tensor | None, block_table: torch.Tensor | None,
     *,
-    scale: float | None, window: Sequence[int], softcap: float,
-    alibi_slopes: torch.Tensor | None, block_table: torch.Tensor | None, return_lse: bool,
+    scale: float | None, window: Sequence[int], softcap: float, return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the output and LSE, (nheads, total_q), of `flash_attn_varlen_func`."""
     q, k, v = map(_contiguous_rows, (q, k, v))
@@ -186,18 +207,17 @@ def _positions(starts: torch.Tensor, count: int) -> torch.Tensor:
     return (starts[:, None] + steps).flatten()
 
 
-@functional_op(fake=_fake, mutates_args=("k_cache", "v_cache"), remembers=False)
+@_operator("k_cache", "v_cache")
 def flash_attn_kvcache(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
     k: torch.Tensor | None, v: torch.Tensor | None,
     rotary_cos: torch.Tensor | None, rotary_sin: torch.Tensor | None,
     cache_seqlens: torch.Tensor | None, cache_seqlen: int | None,
     cache_batch_idx: torch.Tensor | None, cache_leftpad: torch.Tensor | None,
-    block_table: torch.Tensor | None,
+    block_table: torch.Tensor | None, alibi_slopes: torch.Tensor | None,
     *,
     scale: float | None, window: Sequence[int], softcap: float,
-    rotary_interleaved: bool, alibi_slopes: torch.Tensor | None,
-    num_splits: int, return_lse: bool,
+    rotary_interleaved: bool, num_splits: int, return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the output and LSE, (batch, nheads, seqlen), of `flash_attn_with_kvcache`.
 

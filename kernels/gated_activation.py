@@ -9,10 +9,9 @@ import triton
 import triton.language as tl
 
 from kernels.checks import FLOAT_DTYPES, Arg, TensorSpec, same_dtype
-from kernels.launch import launch
+from kernels.launch import launch, op
 from kernels.primitives import LOG2_E, await_launches_before, cast, tanh
 from kernels.tiles import activation_tile, cdiv, pdl_options
-from kernels.torch_ops import functional_op, like_first
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 """Names in Hugging Face configs: SiLU (Llama, Qwen), and GELU approximated with tanh (Gemma)."""
@@ -46,7 +45,7 @@ def _gated_activation_kernel(
     tl.store(out_ptr + row * SIZE + offs, cast(activated * up, dtype), mask=mask)
 
 
-@functional_op(fake=like_first)
+@op
 def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
     """Compute activation(gate) * up.
 

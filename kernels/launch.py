@@ -6,9 +6,10 @@ strides, dtype, device, address modulo 16). So an op records the kernels that a 
 launches them again on the tensors of an equal call.
 """
 
+import functools
 import threading
 from collections.abc import Callable
-from functools import partial
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -69,6 +70,35 @@ def remembered(launcher: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def on_gpu_of_tensors(
+    launcher: Callable[..., Any], on_gpu: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """Wrap an op's launcher: the GPU of the tensors becomes the current one for the call, because
+    Triton launches on the current device. torch.compile does not trace the launcher.
+
+    on_gpu: called instead of the launcher if a tensor is not in host memory.
+    """
+    on_gpu = on_gpu or launcher
+
+    @torch.compiler.disable(reason="torch.compile does not trace PageLab's launchers")
+    @functools.wraps(launcher)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for arg in chain(args, kwargs.values()):
+            if not getattr(arg, "is_cpu", True):
+                if arg.is_cuda and (gpu := arg.get_device()) != torch.cuda.current_device():
+                    with torch.cuda.device(gpu):
+                        return on_gpu(*args, **kwargs)
+                return on_gpu(*args, **kwargs)
+        return launcher(*args, **kwargs)
+
+    return call
+
+
+def op(launcher: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap an op's launcher: `on_gpu_of_tensors`, and calls on a GPU are `remembered`."""
+    return on_gpu_of_tensors(launcher, remembered(launcher))
+
+
 def _layout(value: object) -> tuple:
     """Return the properties of an argument on which the host's work for a call depends."""
     if isinstance(value, torch.Tensor):
@@ -107,7 +137,7 @@ def _repeat(values: list[Any], launches: list, result: Any) -> Callable[[list], 
     if any(_memory(x)[0] in storages for x in new):
         return None
     makers = [
-        partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        functools.partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device)
         for x in new
     ]
 

@@ -13,10 +13,9 @@ import triton
 import triton.language as tl
 
 from kernels.checks import FLOAT_DTYPES, FP32, Arg, TensorSpec, same_dtype
-from kernels.launch import launch
+from kernels.launch import launch, op
 from kernels.primitives import LN_2, LOG2_E, cast, finite_shift
 from kernels.tiles import cdiv, padded_dim, store_tile
-from kernels.torch_ops import functional_op
 
 _TENSORS = TensorSpec(
     Arg("out_a", "num_tokens num_heads head_dim", FLOAT_DTYPES),
@@ -72,13 +71,7 @@ def _merge_attention_states_kernel(
     tl.store(lse_ptr + rows, lse, mask=row_mask)
 
 
-def _fake(out_a, lse_a, out_b, lse_b):
-    return torch.empty_like(out_a, memory_format=torch.contiguous_format), out_a.new_empty(
-        out_a.shape[:2], dtype=torch.float32
-    )
-
-
-@functional_op(fake=_fake)
+@op
 def merge_attention_states(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -38,7 +38,7 @@ from kernels.fp8_cache import (
     values_from_cache,
     values_of_pairs,
 )
-from kernels.launch import launch
+from kernels.launch import launch, op
 from kernels.primitives import (
     accumulate,
     add_bytes,
@@ -57,7 +57,6 @@ from kernels.primitives import (
     wide_product,
 )
 from kernels.split_states import SplitStates, chunks_of, results_of
-from kernels.torch_ops import attention_op
 
 _TENSORS = attention_spec(
     "batch",
@@ -380,7 +379,7 @@ def launch_decode(
         states.merge_into(out, lse, sinks=sinks)
 
 
-@attention_op
+@op
 def paged_decode_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
     block_tables: torch.Tensor, context_lens: torch.Tensor,

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from kernels import checks, tiles
 from kernels.checks import FLOAT_DTYPES, FP32, INT32, Arg, TensorSpec, bounded, same_dtype
-from kernels.launch import launch
+from kernels.launch import launch, op
 from kernels.primitives import (
     accumulate,
     await_launches_before,
@@ -31,7 +31,6 @@ from kernels.primitives import (
     wide_product,
 )
 from kernels.split_states import SplitStates, chunks_of, results_of
-from kernels.torch_ops import attention_op
 
 _TENSORS = TensorSpec(
     Arg("latent_cache", "num_blocks block_size latent_dim", FLOAT_DTYPES),
@@ -118,7 +117,7 @@ def _paged_mla_decode_kernel(
             tl.store(lse_ptr + seq * NUM_HEADS + heads, lse, mask=head_mask)
 
 
-@attention_op
+@op
 def paged_mla_decode_attention(
     q: torch.Tensor, latent_cache: torch.Tensor,
     block_tables: torch.Tensor, context_lens: torch.Tensor,

@@ -46,7 +46,7 @@ from kernels.fp8_cache import (
     scale_arguments,
     values_from_cache,
 )
-from kernels.launch import launch
+from kernels.launch import launch, op
 from kernels.primitives import (
     accumulate,
     add_bytes,
@@ -66,7 +66,6 @@ from kernels.primitives import (
     wide_product,
 )
 from kernels.split_states import SplitStates, chunks_of, results_of, states_of_sequence
-from kernels.torch_ops import attention_op
 
 # A window wider than any context. Its sum with a position still fits 32 bits.
 _NO_LIMIT = 2**30
@@ -445,7 +444,7 @@ def launch_prefill(
         )  # fmt: skip
 
 
-@attention_op
+@op
 def paged_prefill_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
     block_tables: torch.Tensor, cu_seqlens_q: torch.Tensor, context_lens: torch.Tensor,

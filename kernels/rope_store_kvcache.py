@@ -13,10 +13,9 @@ from kernels import checks
 from kernels.apply_rotary_embedding import rotate_rows
 from kernels.checks import FLOAT_DTYPES, Arg, same_dtype
 from kernels.fp8_cache import Scale, cache_argument, load_scale, scale_arguments, to_cache
-from kernels.launch import launch
+from kernels.launch import launch, op
 from kernels.primitives import await_launches_before
 from kernels.tiles import cdiv, next_power_of_2, padded_dim, pdl_options, rotary_tile
-from kernels.torch_ops import functional_op
 
 _TENSORS = checks.store_spec(
     Arg("query", "num_tokens num_q_heads head_dim", same_dtype("key"), optional=True, written=True),
@@ -104,7 +103,7 @@ def _rope_store_kvcache_kernel(
         )  # fmt: skip
 
 
-@functional_op(mutates_args=("query", "k_cache", "v_cache"))
+@op
 def rope_store_kvcache(
     query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor,
     k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor,

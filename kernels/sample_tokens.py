@@ -35,10 +35,9 @@ import triton
 import triton.language as tl
 
 from kernels.checks import FLOAT_DTYPES, FP32, INT64, Arg, TensorSpec, bounded, check_values
-from kernels.launch import launch
+from kernels.launch import launch, op
 from kernels.primitives import LN_2, LOG2_E, await_launches_before
 from kernels.tiles import MAX_SPLITS, RESTRICT_TILE, cdiv, pdl_options, sample_num_splits, target_of
-from kernels.torch_ops import functional_op
 
 NOISE_SPAN = tl.constexpr(512)
 # log(1 + f) = f (1 + f (t_0 + f (t_1 + ...))) for f from sqrt(1/2) - 1 to sqrt(2) - 1, fitted to
@@ -433,7 +432,7 @@ def _merge_samples_kernel(
     tl.store(out_ptr + row, tl.where(sound, token, -1).to(tl.int64))
 
 
-@functional_op(fake=lambda logits, *_, **__: logits.new_empty(len(logits), dtype=torch.int64))
+@op
 def sample_tokens(
     logits: torch.Tensor,
     temperatures: torch.Tensor | None = None,

@@ -19,11 +19,11 @@ import torch
 from kernels import checks
 from kernels.checks import INT32, Arg, attention_spec
 from kernels.fp8_cache import Scale
+from kernels.launch import op
 from kernels.paged_decode_attention import decode_chunking, launch_decode
 from kernels.paged_prefill_attention import count_tiles, launch_prefill
 from kernels.split_states import SplitStates, results_of
 from kernels.tiles import padded_dim, prefix_num_splits, split_prefill_tile, target_of
-from kernels.torch_ops import attention_op
 
 _TENSORS = attention_spec(
     "batch",
@@ -66,7 +66,7 @@ def _check_prefixes(
     )
 
 
-@attention_op
+@op
 def shared_prefix_decode_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
     prefix_block_tables: torch.Tensor, prefix_lens: torch.Tensor, group_offsets: torch.Tensor,

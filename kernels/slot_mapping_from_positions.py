@@ -9,9 +9,8 @@ import triton
 import triton.language as tl
 
 from kernels.checks import INT32, INTEGERS, Arg, TensorSpec, check_integer, check_values
-from kernels.launch import launch
+from kernels.launch import launch, op
 from kernels.tiles import INDEX_TILE, cdiv
-from kernels.torch_ops import functional_op
 
 _TENSORS = TensorSpec(
     Arg("positions", "num_tokens", INTEGERS),
@@ -38,7 +37,7 @@ def _slot_mapping_kernel(
     tl.store(slots_ptr + tokens, tl.where(block_ids >= 0, slots, -1), mask=token_mask)
 
 
-@functional_op(fake=lambda positions, *_: positions.new_empty(positions.shape, dtype=torch.int64))
+@op
 def slot_mapping_from_positions(
     positions: torch.Tensor, block_tables: torch.Tensor, seq_ids: torch.Tensor, block_size: int
 ) -> torch.Tensor:

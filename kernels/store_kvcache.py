@@ -11,9 +11,8 @@ import triton.language as tl
 
 from kernels.checks import check_scales, check_slots, store_spec
 from kernels.fp8_cache import Scale, cache_argument, load_scale, scale_arguments, to_cache
-from kernels.launch import launch
+from kernels.launch import launch, op
 from kernels.tiles import cdiv, padded_dim, store_tile
-from kernels.torch_ops import functional_op
 
 _TENSORS = store_spec()
 
@@ -58,7 +57,7 @@ def _store_kvcache_kernel(
     tl.store(v_cache_ptr + v_rows[:, None] + offs_d[None, :], value, mask=mask)
 
 
-@functional_op(mutates_args=("k_cache", "v_cache"))
+@op
 def store_kvcache(
     key: torch.Tensor,
     value: torch.Tensor,

@@ -18,9 +18,9 @@ import triton.language as tl
 from kernels import block_layout
 from kernels.block_layout import element_offsets
 from kernels.checks import Arg, TensorSpec, not_a_tensor, same_dtype
+from kernels.launch import on_gpu_of_tensors
 from kernels.primitives import INTERPRETED
 from kernels.tiles import COPY_ENGINE_BYTES, cdiv, swap_num_programs, swap_tile, target_of
-from kernels.torch_ops import functional_op
 
 _SRC_DIMS = f"{block_layout.PLANE_DIMS} | {block_layout.LAYERS_DIMS}"
 _DST_DIMS = _SRC_DIMS.replace("num_blocks", "num_dst_blocks")
@@ -115,7 +115,7 @@ def adjacent_parts(
     ]
 
 
-@functional_op(mutates_args=("dst_cache",), remembers=False)
+@on_gpu_of_tensors
 def swap_blocks(src_cache: torch.Tensor, dst_cache: torch.Tensor, src_to_dst: torch.Tensor) -> None:
     """Copy whole blocks between a cache on a GPU and a cache in pinned host memory.
 

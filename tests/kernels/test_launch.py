@@ -1,5 +1,6 @@
 """Calls that launch what an equal call launched, on other tensors."""
 
+import contextlib
 import inspect
 import operator
 import sys
@@ -11,7 +12,7 @@ from op_calls import ATTENTION, copied, function, good_call, on_device, same
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
-from kernels.launch import launch, remembered
+from kernels.launch import launch, on_gpu_of_tensors, remembered
 from kernels.primitives import INTERPRETED
 from kernels.testing.cases import CASES, FEATURES
 from kernels.tiles import Target, force_target
@@ -125,3 +126,30 @@ def test_a_call_inside_another_is_part_of_it(kernel):
         kernel.launched.clear()
         assert outer(ONE, OTHER) == ()
         assert [(grid[0], n) for grid, _, n in kernel.launched] == [(1, 1), (2, 2)]
+
+
+class _TensorOfGpu1:
+    is_cpu, is_cuda = False, True
+
+    def get_device(self):
+        return 1
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_launchers_run_with_the_gpu_of_their_tensors_as_the_current_one(current, monkeypatch):
+    """Triton launches on the current device, wherever the tensors are; flash-attn does the same."""
+    entered = []
+
+    @contextlib.contextmanager
+    def enter(index):
+        entered.append(index)
+        yield
+        entered.append("left")
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    launch = on_gpu_of_tensors(lambda *_args, **_kwargs: list(entered))
+    expected = [1] if current == 0 else []
+    assert launch(None, torch.empty(0), _TensorOfGpu1()) == expected
+    assert launch(x=_TensorOfGpu1())[-1:] == expected
+    assert entered.count("left") == 2 * len(expected)
