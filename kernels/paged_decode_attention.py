@@ -353,7 +353,6 @@ def launch_decode(
     scale = head_dim**-0.5 if scale is None else scale
     pieces = batch * num_chunks * num_kv_heads * tiles.cdiv(group_size, tile.tile_m)
     programs = tiles.PROGRAMS_PER_MULTIPROCESSOR * target.num_multiprocessors
-    pairs = target.backend != "hip" and has_value_pairs(v_cache)
     launch(_paged_decode_kernel, (min(pieces, programs),),
         *results, q, cache_argument(k_cache), cache_argument(v_cache), block_tables, context_lens,
         alibi_slopes, sinks, *scale_arguments(k_scale), *scale_arguments(v_scale),
@@ -371,7 +370,7 @@ def launch_decode(
         NEGATIVE_SCALE=scale < 0,
         HAS_SOFTCAP=softcap > 0, HAS_ALIBI=alibi_slopes is not None,
         IS_SPLIT=states is not None,
-        PAIRED_VALUES=pairs,
+        PAIRED_VALUES=has_value_pairs(v_cache),
         PRECISION=tile.precision,
         **tiles.decode_options(tile, target), **tiles.pdl_options(q.device),
     )  # fmt: skip

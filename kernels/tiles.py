@@ -22,9 +22,9 @@ class Target:
     """The properties of a device that choices depend on."""
 
     backend: str
-    """"cuda", "hip" or "interpreter"."""
-    arch: int | str
-    """Compute capability as an integer (90 for sm_90), or gfx name on hip."""
+    """"cuda" or "interpreter"."""
+    arch: int
+    """Compute capability as an integer (90 for sm_90)."""
     num_multiprocessors: int
     tiles: tuple[tuple[str, AttentionTile], ...] = ()
     """(name of a function of this file, tile) pairs: the tile replaces the function's choice. For
@@ -46,8 +46,7 @@ PROGRAMS_OF_FEW_QUERIES = 128
 def _cuda_target(index: int) -> Target:
     properties = torch.cuda.get_device_properties(index)
     if torch.version.hip:
-        arch = properties.gcnArchName.split(":")[0]
-        return Target("hip", arch, properties.multi_processor_count)
+        raise RuntimeError(f"the kernels have no tiles for AMD GPUs, got {properties.gcnArchName}")
     return Target(
         "cuda", properties.major * 10 + properties.minor, properties.multi_processor_count
     )
@@ -188,12 +187,7 @@ def decode_tile(
     num_warps = 4
     if target.backend == "interpreter":
         return AttentionTile(tile_m, tile_n=32, num_warps=num_warps, num_stages=1, precision="ieee")
-    if target.backend == "hip":
-        tile_bytes, num_stages, precision = 16 * 1024, 2, "ieee"
-    else:
-        precision = "tf32x3"
-        tile_bytes = 32 * 1024 if target.arch in (80, 90, 100, 103) else 16 * 1024
-        num_stages = 5
+    tile_bytes = 32 * 1024 if target.arch in (80, 90, 100, 103) else 16 * 1024
     if dtype == torch.float32:  # tf32x3 holds every operand three times
         tile_m, tile_bytes = 16, tile_bytes // 2
         num_warps = 8 if head_dim_padded > 128 else 4
@@ -203,7 +197,7 @@ def decode_tile(
     tile_n = min(256 // dtype.itemsize, max(16, tile_n))
     if kv_itemsize < dtype.itemsize:
         tile_n = min(tile_n, 2048 // tile_m)
-    return AttentionTile(tile_m, tile_n, num_warps, num_stages, precision)
+    return AttentionTile(tile_m, tile_n, num_warps, num_stages=5, precision="tf32x3")
 
 
 @functools.cache
@@ -214,12 +208,8 @@ def mla_decode_tile(num_heads: int, dtype: torch.dtype, target: Target) -> Atten
     512 columns. On sm_100 it is 32, for mma.sync: with 64 rows (tcgen05) Triton 3.7.1 leaves out a
     fence. fp32 is for tests: its tile spills registers.
     """
-    if forced := target.forced_tile("mla_decode_tile"):
-        return forced
     if target.backend == "interpreter":
         return AttentionTile(tile_m=16, tile_n=32, num_warps=4, num_stages=1, precision="ieee")
-    if target.backend == "hip":
-        return AttentionTile(tile_m=16, tile_n=16, num_warps=4, num_stages=1, precision="ieee")
     has_228_kib = target.arch in (90, 100, 103)  # of shared memory
     if dtype == torch.float32:
         tile_m, tile_n, num_warps, num_stages = 16, 16, 4, 1
@@ -331,8 +321,6 @@ def prefill_tile(
         return forced
     if target.backend == "interpreter":
         return AttentionTile(32, 32, 4, 1, "ieee", scores_ahead=head_dim_padded < 128)  # for tests
-    if target.backend == "hip":
-        return AttentionTile(tile_m=64, tile_n=32, num_warps=4, num_stages=2, precision="ieee")
     if dtype.itemsize == 4 and head_dim_padded <= 128:
         return AttentionTile(tile_m=32, tile_n=32, num_warps=8, num_stages=3, precision="tf32x3")
     if dtype.itemsize == 4:

@@ -64,16 +64,10 @@ class Problem:
     """The judged part of the result. None means all of it."""
 
     def judged(self, implementation: str) -> Accuracy:
-        """The worst accuracy of an implementation's results.
-
-        Raises Unavailable if the implementation's package lacks a feature.
-        """
+        """The worst accuracy of an implementation's results."""
         call = self.implementations[implementation]
         case, fetch = self.part or (self.case, lambda result: result)
-        try:
-            judged = case.judge(lambda: fetch(call()))
-        except NotImplementedError as error:
-            raise Unavailable(f"{implementation}: {error}") from error
+        judged = case.judge(lambda: fetch(call()))
         return max(judged.values(), key=lambda accuracy: accuracy.error / accuracy.bound)
 
 
@@ -161,18 +155,9 @@ def _problem(shape: Shape, case: Case) -> Problem:
         firsts = sorted({0, (shape.query_len - count) // 2, shape.query_len - count})
         rows = list(itertools.product(_some(shape.batch)[::2], firsts, [count]))
     inputs = {name: case.inputs[name] for name in names}
-    if shape.kv_dtype is None:
-        for name in _CACHES:  # FlexAttention multiplies unused slots by 0
-            inputs[name].nan_to_num_()
     for name, baseline in BASELINES.items():
-        calls[name] = _prepared_once(functools.partial(baseline.prepare, shape.op, **inputs))
+        calls[name] = functools.partial(getattr(baseline, shape.op), **inputs)
     return Problem(case, calls, _attention_part(case, rows))
-
-
-def _prepared_once(prepare: Callable[[], Callable[[], Any]]) -> Callable[[], Any]:
-    """A call whose preparation runs once, at the first call."""
-    prepared = functools.cache(prepare)
-    return lambda: prepared()()
 
 
 def _by_copy_engine(src_cache, dst_cache, src_to_dst) -> None:

@@ -1,14 +1,12 @@
 """Compile the kernels without a GPU, and read registers, spills and instructions.
 
-    pagelab run kernel_resources  # every shipped configuration
-
 The public ops are called on meta tensors (shapes and strides without memory) under a stand-in for
 the GPU driver. The launcher chooses tiles and specialises arguments as on the GPU. Then the kernel
 is compiled for the wanted architecture instead of launched, so these are the kernels that run.
 
 Registers, memory, widths of global accesses and asynchronous copies, and tensor-core use come from
-the cubin (by cuobjdump, part of Triton's wheel), the PTX and the TTGIR, for AMD GPUs from the
-assembly and the TTGIR. Needs a process without TRITON_INTERPRET.
+the cubin (by cuobjdump, part of Triton's wheel), the PTX and the TTGIR. Needs a process without
+TRITON_INTERPRET. `pytest --all tests/kernels/test_compile.py` compiles every shipped configuration.
 """
 
 import contextlib
@@ -37,7 +35,7 @@ from kernels.tiles import force_target
 
 @dataclass(frozen=True)
 class KernelResources:
-    """Resources of one compiled kernel. Counts are instructions in its PTX or AMD assembly."""
+    """Resources of one compiled kernel. Counts are instructions in its PTX."""
 
     op: str
     config: str
@@ -48,15 +46,11 @@ class KernelResources:
     registers: int
     """Per thread."""
     local_bytes: int
-    """Stack and local (AMD: private) memory per thread: 0 unless registers spill."""
+    """Stack and local memory per thread: 0 unless registers spill."""
     loop_spills: int
-    """Instructions inside loops that access local memory; NVIDIA only."""
-    scalar_spills: int
-    """Scalar registers moved to lanes of vector registers, which costs moves; AMD only."""
+    """Instructions inside loops that access local memory."""
     shared_bytes: int
     """Static and dynamic, per program."""
-    tensor_memory_columns: int
-    """Memory of the tensor cores, per program; sm_100 only."""
     global_loads: dict[int, int]
     """Loads to registers by width in bits."""
     async_copies: dict[int, int]
@@ -68,17 +62,15 @@ class KernelResources:
     tensor_core_dots: int
     """Matrix products that run on tensor cores."""
     mma: dict[str, int]
-    """Tensor-core instructions by family: mma.sync, wgmma, tcgen05, mfma."""
+    """Tensor-core instructions by family: mma.sync, wgmma, tcgen05."""
     softmax_overlaps: int
     """Loops that begin their softmax while wgmma of the previous pass run; sm_90 only."""
     signature: dict[str, str]
     """Types of the kernel's run-time arguments: "i32", "*bf16" ..."""
     constants: dict[str, int | float | str | bool | None]
     """The kernel's compile-time constants (tile shape, features ...)."""
-    resident_programs: dict[str, int]
-    """Programs that fit a multiprocessor by each resource that they use."""
     programs_per_multiprocessor: int
-    """The least of these."""
+    """Programs that fit a multiprocessor."""
 
 
 @contextlib.contextmanager
@@ -206,7 +198,7 @@ def count_softmax_overlaps(ptx: str) -> int:
     return len(re.findall("wm+b", "".join(letters[one] for one in order)))
 
 
-def _cuda_resources(compiled) -> dict[str, Any]:
+def _used(compiled) -> dict[str, Any]:
     """The fields of KernelResources from a cubin and its PTX."""
     cubin, ptx = compiled.asm["cubin"], compiled.asm["ptx"]
     usage = re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", _cuobjdump(cubin, "-res-usage"))
@@ -220,46 +212,12 @@ def _cuda_resources(compiled) -> dict[str, Any]:
         "registers": used["REG"],
         "local_bytes": local_bytes,
         "loop_spills": count_loop_spills(_cuobjdump(cubin, "-sass")) if local_bytes else 0,
-        "scalar_spills": 0,
         "shared_bytes": used["SHARED"] + compiled.metadata.shared,
-        "tensor_memory_columns": compiled.metadata.tmem_size,
         "global_loads": _ptx_widths(ptx, "ld.global"),
         "async_copies": dict(Counter(sorted(8 * int(size, 0) for size in copies))),
         "global_stores": _ptx_widths(ptx, "st.global"),
         "mma": {family: count for family, count in counts.items() if count},
         "softmax_overlaps": count_softmax_overlaps(ptx),
-    }
-
-
-def _amd_widths(assembly: str, kind: str) -> dict[int, int]:
-    """Count loads or stores by width in bits: global_load_dwordx4 is 128 bits."""
-    units = {"byte": 8, "short": 16, "dword": 32}
-    pattern = rf"\b(?:global|buffer|flat)_{kind}_(?:[us]?(byte|short)\S*|(dword)(?:x(\d))?)\s"
-    found = re.findall(pattern, assembly)
-    widths = [units[part or dword] * int(times or 1) for part, dword, times in found]
-    return dict(Counter(sorted(widths)))
-
-
-def _amd_resources(compiled) -> dict[str, Any]:
-    """The fields of KernelResources from AMD assembly and its metadata."""
-    assembly = compiled.asm["amdgcn"]
-
-    def metadata(key: str) -> int:
-        return int(re.findall(rf"^ +\.{key}: +(\d+)$", assembly, re.M)[0])
-
-    mfma = len(re.findall(r"\bv_mfma_", assembly))
-    return {
-        "registers": metadata("vgpr_count"),
-        "local_bytes": metadata("private_segment_fixed_size"),
-        "loop_spills": 0,
-        "scalar_spills": metadata("sgpr_spill_count"),
-        "shared_bytes": compiled.metadata.shared,
-        "tensor_memory_columns": 0,
-        "global_loads": _amd_widths(assembly, "load"),
-        "async_copies": _amd_widths(assembly, "load_lds"),
-        "global_stores": _amd_widths(assembly, "store"),
-        "mma": {"mfma": mfma} if mfma else {},
-        "softmax_overlaps": 0,
     }
 
 
@@ -276,13 +234,13 @@ def read_resources(
     op: str, config: str, arch: Architecture, jit_function, source, compiled
 ) -> KernelResources:
     """Resources of one compiled kernel."""
-    used = (_cuda_resources if arch.backend == "cuda" else _amd_resources)(compiled)
+    used = _used(compiled)
     dots, tensor_core_dots = _dots(compiled.asm["ttgir"])
     resident_programs = arch.resident_programs(
         registers=used["registers"],
         shared_bytes=used["shared_bytes"],
         num_warps=compiled.metadata.num_warps,
-        tensor_memory_columns=used["tensor_memory_columns"],
+        tensor_memory_columns=compiled.metadata.tmem_size,
     )
     names = jit_function.arg_names
     return KernelResources(
@@ -300,7 +258,6 @@ def read_resources(
             names[path[0]]: str(value) if isinstance(value, tl.dtype) else value
             for path, value in source.constants.items()
         },
-        resident_programs=resident_programs,
         programs_per_multiprocessor=min(resident_programs.values()),
     )
 

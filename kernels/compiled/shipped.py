@@ -19,8 +19,6 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", FP8_DTYPE: "fp8"}
 _HALF = (torch.float16, torch.bfloat16)
 _CACHES = (*_HALF, FP8_DTYPE)
-# Caches beyond 2 GiB, as most are: Triton's AMD backend addresses smaller tensors with 32 bits.
-_FIRST_BLOCK = 2**18
 _SIZES: dict[str, Any] = {
     "num_q_heads": 32, "num_kv_heads": 8, "num_tokens": 8192, "num_positions": 8192,
     "vocab_size": 128_256, "num_pairs": 64, "num_layers": 32, "table_width": 2048,
@@ -69,13 +67,10 @@ def _by_head_dim(
     op: str, dtypes: Sequence[torch.dtype], features: Sequence[str] = ()
 ) -> list[ShippedCall]:
     """Calls for every dtype and head_dim, without features and with each one."""
-    # The planes of copies and swaps are one tensor.
-    first_block = _FIRST_BLOCK if "store" in op else 4096
     variants = {
         f"d{head_dim} {feature}".strip(): {
             "head_dim": head_dim,
             "features": (feature,) if feature else (),
-            "first_block": first_block,
         }
         for head_dim in HEAD_DIMS
         for feature in ("", *features)
@@ -103,8 +98,7 @@ def _attention(
         config += f" b{block_size}"
     sizes = {
         "head_dim": head_dim, "num_q_heads": 8 * group_size, "block_size": block_size,
-        "first_block": _FIRST_BLOCK, "features": ATTENTION_FEATURES if features else (),
-        "options": options,
+        "features": ATTENTION_FEATURES if features else (), "options": options,
     }  # fmt: skip
     config += " split" * (num_splits > 1) + " features" * features
     return ShippedCall(op, config, sizes | lens | _dtypes(dtype))
@@ -162,7 +156,7 @@ _SAMPLED = {
 # Query heads of DeepSeek-V2-Lite and DeepSeek-V3.
 _MLA = {
     f"{num_heads} heads{' split' * (num_splits > 1)}": {
-        "num_q_heads": num_heads, "head_dim": 128, "block_size": 64, "first_block": _FIRST_BLOCK,
+        "num_q_heads": num_heads, "head_dim": 128, "block_size": 64,
         "context_lens": (4096,) * 64, "options": {"num_splits": num_splits, "return_lse": False},
     }
     for num_heads in (16, 128)

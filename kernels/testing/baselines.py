@@ -2,32 +2,21 @@
 
     flash_attn_2          flash-attn 2 (Dao, 2023) on the paged cache; block_size a multiple of 256
     flash_attn_3          flash-attn 3 (Shah et al., 2024), for Hopper; any block size
-    flex_attention        FlexAttention (Dong et al., 2024) with a mask that maps slots to tokens;
-                          block_size a multiple of 128, equally many queries per sequence
-    gather_sdpa           the context copied to contiguous tensors, scaled_dot_product_attention
-    gather_cudnn          the same, by cuDNN alone
+    gather_sdpa           the context copied to contiguous tensors, scaled_dot_product_attention;
+                          its time includes the copy
 
-The time of a baseline whose name begins with gather_ includes the copy. The packages are imported
-on first use.
+The packages are imported on first use.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
-
-FLEX_ROWS = 128
-"""Rows of a block of FlexAttention's masks."""
 PAGE_SIZE = 256
 """Pages of flash-attn 2 hold a multiple of this many tokens."""
 
@@ -44,10 +33,6 @@ class Baseline:
     name: str
     prefill_syncs = False
     """Whether `prefill` reads lengths on the host, so that no CUDA graph can capture it."""
-
-    def prepare(self, step: str, **inputs: Any) -> Callable[[], torch.Tensor]:
-        """A call of `decode` or `prefill` without the work that a step does once for all layers."""
-        return functools.partial(getattr(self, step), **inputs)
 
     def unavailable(self, q: torch.Tensor, k_cache: torch.Tensor) -> str | None:
         """Why this baseline cannot serve such tensors here, or None if it can."""
@@ -189,104 +174,6 @@ class GatherSdpa(Baseline):
         return out
 
 
-class GatherCudnn(GatherSdpa):
-    name = "gather_cudnn"
-
-    def unavailable(self, q, k_cache):
-        if q.device.type != "cuda":
-            return "it runs on CUDA devices only"
-        return super().unavailable(q, k_cache)
-
-    def prepare(self, step, **inputs):
-        def call() -> torch.Tensor:
-            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-                try:
-                    return getattr(self, step)(**inputs)
-                except RuntimeError as error:
-                    if "No available kernel" not in str(error):
-                        raise
-                    raise NotImplementedError(str(error)) from error
-
-        return call
-
-
-class FlexAttention(Baseline):
-    name = "flex_attention"
-
-    def unavailable(self, q, k_cache):
-        if q.dtype != k_cache.dtype:
-            return f"q and k_cache must have one dtype, got {q.dtype} and {k_cache.dtype}"
-        if k_cache.shape[1] % FLEX_ROWS:
-            return f"block_size: needs a multiple of {FLEX_ROWS}, got {k_cache.shape[1]}"
-        return None
-
-    def decode(self, **inputs):
-        return self.prepare("decode", **inputs)()
-
-    def prefill(self, **inputs):
-        return self.prepare("prefill", **inputs)()
-
-    def prepare(
-        self, step, *, q, k_cache, v_cache, block_tables, context_lens,
-        cu_seqlens_q=None, max_seqlen_q=1,
-    ):  # fmt: skip
-        from torch.nn.attention.flex_attention import flex_attention
-
-        batch = len(context_lens)
-        if len(q) != batch * max_seqlen_q:
-            raise NotImplementedError("it takes equally many queries per sequence")
-        mask = flex_mask(block_tables, context_lens, *k_cache.shape[:2], max_seqlen_q)
-        keys, values = (cache.flatten(0, 1).transpose(0, 1)[None] for cache in (k_cache, v_cache))
-        queries = q.unflatten(0, (batch, max_seqlen_q)).transpose(1, 2)
-        attend = flex_attention
-        if q.is_cuda:
-            # After eight shapes PyTorch would run the function uncompiled, and says nothing.
-            torch.compiler.reset()
-            attend = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-
-        def call() -> torch.Tensor:
-            out = attend(queries, keys, values, block_mask=mask, enable_gqa=True)
-            return out.transpose(1, 2).flatten(0, 1)
-
-        return call
-
-
-def flex_mask(
-    block_tables: torch.Tensor, context_lens: torch.Tensor,
-    num_blocks: int, block_size: int, num_queries: int,
-) -> BlockMask:  # fmt: skip
-    """FlexAttention's mask of the last num_queries tokens of each sequence, causal, over the slots
-    of a cache: (batch, 1, tiles of queries, num_blocks)."""
-    from torch.nn.attention.flex_attention import BlockMask
-
-    device = block_tables.device
-    table = F.pad(block_tables, (0, num_blocks))[:, :num_blocks]
-    columns = torch.arange(num_blocks, device=device)
-    used = columns * block_size < context_lens[:, None]
-    column_of = torch.full_like(table, -1)
-    column_of.scatter_reduce_(
-        1, table.where(used, 0).long(), columns.where(used, -1).to(table.dtype), "amax"
-    )
-
-    def is_seen(seq, _head, query, slot):
-        column = column_of[seq, slot // block_size]
-        position = column * block_size + slot % block_size
-        return (column >= 0) & (position <= context_lens[seq] - num_queries + query)
-
-    first = torch.arange(0, num_queries, FLEX_ROWS, device=device)
-    last = (first + FLEX_ROWS).clamp(max=num_queries) - 1
-    before = (context_lens - num_queries)[:, None, None]
-    whole = (before + first + 1).clamp(min=0) // block_size
-    some = (before + last + block_size) // block_size - whole
-    tables = table[:, None, None].expand(-1, -1, len(first), -1).contiguous()
-    later = tables.gather(3, (columns + whole[..., None]) % num_blocks)
-    return BlockMask.from_kv_blocks(
-        some.int(), later, whole.int(), tables,
-        BLOCK_SIZE=(FLEX_ROWS, block_size), mask_mod=is_seen,
-        seq_lengths=(num_queries, num_blocks * block_size), compute_q_blocks=False,
-    )  # fmt: skip
-
-
-_ALL = (FlashAttention2(), FlashAttention3(), FlexAttention(), GatherSdpa(), GatherCudnn())
+_ALL = (FlashAttention2(), FlashAttention3(), GatherSdpa())
 BASELINES: dict[str, Baseline] = {baseline.name: baseline for baseline in _ALL}
 """The baselines by name."""

@@ -175,7 +175,7 @@ def run_compiled(compiling_process):
 
 @pytest.fixture(scope="session")
 def shipped_resources(tmp_path_factory, compiling_process):
-    """Rows of shipped kernels: shipped_resources(arch, ops, match), all ops if there are none.
+    """Rows of shipped kernels: shipped_resources(arch, ops, match).
 
     A selection is compiled once for all pytest-xdist workers; across runs Triton's cache serves.
     """
@@ -184,7 +184,7 @@ def shipped_resources(tmp_path_factory, compiling_process):
 
     def resources(arch: str, ops: tuple[str, ...], match: str) -> list[dict]:
         path = shared / f"resources-{'-'.join((arch, *ops, match))}.jsonl"
-        selection = arch, ops or None, match
+        selection = arch, ops, match
         with FileLock(f"{path}.lock"):
             if not path.exists():
                 path.write_text(compiling_process(COMPILE_SHIPPED.format(selection)))

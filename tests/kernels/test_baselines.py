@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn.attention.flex_attention import create_mask
 
 from kernels import flash_attn_compat
 from kernels.testing import baselines
@@ -85,33 +84,8 @@ def test_pytorch_on_any_batch(block_size, context_lens, head_dim, dtype, data):
         _assert_accurate(BASELINES["gather_sdpa"], step, case)
 
 
-@pytest.mark.parametrize("query_len", [1, 37, 200])
-def test_flex_attention_on_pages(query_len):
-    """Blocks that it skips, or does not mask, follow from the mask. (Only on a GPU it does so.) It
-    multiplies values of unused slots by 0, so they may not be NaN."""
-    call = _call("prefill", 128, (200, 256, 514), query_lens=(query_len,) * 3)
-    for name in ("k_cache", "v_cache"):
-        call.inputs[name].nan_to_num_()
-    _assert_accurate(BASELINES["flex_attention"], "prefill", call)
-    tables, lengths, cache = (call.inputs[x] for x in ("block_tables", "context_lens", "k_cache"))
-    mask = baselines.flex_mask(tables, lengths, *cache.shape[:2], query_len)
-    seen = create_mask(mask.mask_mod, 3, 1, query_len, cache.shape[0] * 128, device="cpu")
-    tiles = torch.nn.functional.pad(seen, (0, 0, 0, -query_len % 128))
-    tiles = tiles.unflatten(3, (-1, 128)).unflatten(2, (-1, 128))
-    assert torch.equal(mask.to_dense().bool(), tiles.any(5).any(3))
-    whole = seen.unflatten(3, (-1, 128))
-    for tile, counts in enumerate(mask.full_kv_num_blocks[:, 0].T):
-        rows = whole[:, 0, tile * 128 : (tile + 1) * 128]
-        assert torch.equal(rows.all(3).all(1).sum(1), counts)
-
-
-def test_flex_attention_takes_equal_numbers_of_queries():
-    with pytest.raises(NotImplementedError, match="equally many queries"):
-        BASELINES["flex_attention"].prefill(**_call("prefill", 128).inputs)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
-@pytest.mark.parametrize("name", sorted(set(BASELINES) - {"gather_sdpa", "flex_attention"}))
+@pytest.mark.parametrize("name", ["flash_attn_2", "flash_attn_3"])
 def test_packages_for_gpus_say_so_on_a_cpu(name):
     for step in ("decode", "prefill"):
         call = _call(step, PAGE_SIZE).inputs
@@ -124,7 +98,6 @@ def test_packages_for_gpus_say_so_on_a_cpu(name):
     [
         ("flash_attn_2", 16, {}, "block_size: needs a multiple of 256, got 16"),
         ("flash_attn_3", 16, {"dtype": torch.float32}, "takes fp16 and bf16, got q torch.float32"),
-        ("flex_attention", 16, {}, "block_size: needs a multiple of 128, got 16"),
         ("flash_attn_2", 256, {"head_dim": 20}, "head_dim up to 256 in steps of 8, got 20"),
     ],
 )

@@ -27,7 +27,6 @@ TARGETS = [
     Target("cuda", 86, 84),
     Target("cuda", 100, 148),
     Target("cuda", 120, 170),
-    Target("hip", "gfx942", 304),
     Target("interpreter", 0, 1),
 ]
 SHARED_BYTES = {80: 164, 86: 100, 90: 228, 100: 228, 120: 100}

@@ -15,8 +15,8 @@
 A cell first checks its result against fp64 by the rule of ``kernels/testing/accuracy.py``. A wrong
 result is not timed. Times are p20, p50 and p80, measured by the device with a cold L2. Work that
 can be captured is replayed as a CUDA graph (column ``launch``; ``bench/gpu_timing.py``). Rates are
-compared with ceilings measured in the same process. The times of implementations named gather_...
-include a copy of the context (``kernels/testing/baselines.py``).
+compared with ceilings measured in the same process. The time of gather_sdpa includes a copy of the
+context (``kernels/testing/baselines.py``).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from experiments.harness import Count, Experiment, Needs, Options, Positive, one
 PARTS = (
     "decode", "prefill", "norm", "gate", "store", "copy", "swap_out", "swap_in", "cascade", "mla",
 )  # fmt: skip
-PAGED = (OURS, "flash_attn_2", "flash_attn_3", "flex_attention")
+PAGED = (OURS, "flash_attn_2", "flash_attn_3")
 """Implementations that read the blocks in place."""
-GATHER = ("gather_sdpa", "gather_cudnn")
+GATHER = ("gather_sdpa",)
 """Implementations that copy the context first, for block sizes that flash-attn 2 rejects."""
 IMPLEMENTATIONS = {
     "swap_out": (OURS, COPY_ENGINE),
@@ -185,7 +185,7 @@ def run_cell(cell: LatencyCell) -> list[dict[str, Any]]:
 
 EXPERIMENT = Experiment(
     name="kernel_latency",
-    figure="kernels on a GPU vs flash-attn and PyTorch, tiles; modelled without one: kernel_time",
+    figure="kernels on a GPU vs flash-attn and PyTorch, tiles",
     options=KernelLatency(),
     quick=KernelLatency(
         batch=(1, 16, 64, 256),

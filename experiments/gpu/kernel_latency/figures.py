@@ -16,8 +16,6 @@ _LOOKS = {
     "flash_attn_2": style.line(style.RED, "s"),
     "flash_attn_3": style.line(style.ORANGE, "^"),
     "gather_sdpa": style.line(style.SKY, "P", "dotted", fill=False),
-    "gather_cudnn": style.line(style.GREY, "X", "dotted", fill=False),
-    "flex_attention": style.line(style.GREEN, "D"),
     "torch": style.line(style.ORANGE, "^"),
     "copy_engine": style.line(style.RED, "s"),
 }

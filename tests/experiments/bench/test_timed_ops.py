@@ -14,8 +14,6 @@ SIZES = {
     "decode": {"batch": 3, "context_len": 37},
     "decode-fp16": {"batch": 2, "context_len": 20, "block_size": 7, "dtype": "float16"},
     "prefill": {"batch": 2, "context_len": 45, "query_len": 19, "block_size": 24},
-    "decode-pages": {"batch": 2, "context_len": 200, "block_size": 128},
-    "prefill-pages": {"batch": 2, "context_len": 300, "query_len": 60, "block_size": 128},
     "cascade": {"batch": 3, "context_len": 48 + 21, "prefix_len": 48},
     "mla": {"batch": 2, "context_len": 37, "num_kv_heads": 1},
     **{op: {"batch": 21} for op in ("norm", "gate", "store")},
