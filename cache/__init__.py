@@ -1,5 +1,6 @@
 """Control path of a paged KV cache: blocks, hashes, policies, managers, replay.  No PyTorch."""
 
+from cache import retired
 from cache.blocks.groups import Group, layer_groups
 from cache.blocks.memory_usage import MemoryUsage
 from cache.blocks.pool import OutOfBlocks
@@ -30,6 +31,8 @@ from cache.sizing import (
 )
 from cache.traces.trace import Trace, TraceError, load_trace, save_trace
 from cache.traces.workloads import WORKLOADS, make_workload
+
+retired.install()
 
 __all__ = [
     "MANAGERS", "POLICIES", "WORKLOADS", "AllocStatus", "CacheManager", "CacheStats", "ClassPolicy",

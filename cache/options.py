@@ -2,6 +2,8 @@
 
 from typing import Any, Self
 
+from cache.retired import advice
+
 _HERE: dict[str, str | None] = {
     "kvcache_block_size": "block_size",
     "num_kvcache_blocks": "num_blocks", "num_gpu_blocks_override": "num_blocks",
@@ -53,6 +55,8 @@ class Options:
         if name in _HERE:
             here = _HERE[name]
             return f"use {here}" if here else "no option does the same, so leave it out"
+        if line := advice(f"{name}="):
+            return line
         from difflib import get_close_matches  # takes milliseconds, and only errors need it
 
         known = list(cls.__dataclass_fields__)

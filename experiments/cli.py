@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import tyro
 from tyro.extras import SubcommandApp
 
+from cache.retired import advice
 from experiments.harness import (
     Experiment,
     FolderInUse,
@@ -60,6 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     log = logging.getLogger("experiments")
     log.addHandler(console)
     try:
+        _refuse_what_is_gone(arguments)
         return _app(arguments).cli(
             prog="pagelab",
             description="Experiments on paged KV caches: run them, draw them, add your own.",
@@ -80,6 +82,16 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
     finally:
         log.removeHandler(console)
+
+
+def _refuse_what_is_gone(arguments: list[str]) -> None:
+    """Raise OptionsError for an experiment, an option of one, or a value of an option."""
+    names, option = [argument.replace("-", "_") for argument in arguments[1:2]], ""
+    for word in " ".join(arguments[2:]).replace("=", " ").split():
+        option = word if word.startswith("--") else option
+        names += [f"{names[0]} {option}", f"{names[0]} {option} {word}"]
+    if line := advice(*names):
+        raise OptionsError(line)
 
 
 def _app(arguments: list[str]) -> SubcommandApp:

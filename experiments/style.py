@@ -217,9 +217,9 @@ def plain_log_ticks(axis: Axis) -> None:
     axis.set_major_formatter("{x:g}")
 
 
-def name_rows(axes: Axes, names: Sequence[str], shown: bool = True, fontsize: float = 6) -> None:
-    """Make a row for each name, at y = 0, 1 ... from the top.  shown: write the names."""
-    axes.set_yticks(range(len(names)), names if shown else [], fontsize=fontsize)
+def name_rows(axes: Axes, names: Sequence[str]) -> None:
+    """Make a row for each name, at y = 0, 1 ... from the top."""
+    axes.set_yticks(range(len(names)), names, fontsize=6)
     axes.set_ylim(len(names) - 0.4, -0.6)
 
 

@@ -28,6 +28,7 @@ import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import triton
 from triton.runtime.jit import JITFunction
@@ -79,3 +80,14 @@ __all__ = [
     "paged_mla_decode_attention", "paged_prefill_attention", "rope_store_kvcache", "sample_tokens",
     "shared_prefix_decode_attention", "slot_mapping_from_positions", "store_kvcache", "swap_blocks",
 ]  # fmt: skip
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str):
+        line = f"module 'kernels' has no attribute {name!r}"
+        if not name.startswith("_"):
+            with suppress(ImportError):  # cache may not be there
+                from cache.retired import advice
+
+                line = advice(f"kernels.{name}") or line
+        raise AttributeError(line)

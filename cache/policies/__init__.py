@@ -37,6 +37,7 @@ from cache.policies.time_to_live import TimeToLive
 from cache.policies.two_q import TwoQ
 from cache.policies.workload_aware import WorkloadAware
 from cache.policies.wrapping import WrappingPolicy
+from cache.retired import advice
 from cache.user_classes import load_class
 
 _BUILT_IN: tuple[type[EvictionPolicy], ...] = (
@@ -63,6 +64,8 @@ def make_policy(name: str, **options) -> EvictionPolicy:
         else POLICIES.get(name)
     )
     if policy_class is None:
+        if line := advice(name):
+            raise ValueError(f"policy {line}")
         raise ValueError(
             f"policy={name!r} is unknown; choose from {', '.join(sorted(POLICIES))}, "
             "or name a class of your own as file.py:ClassName"

@@ -309,10 +309,10 @@ def compile_cell(arch: str, cell: Any) -> int:
 
     if getattr(cell, "implementation", OURS) != OURS:
         return 0
-    meta, count = torch.device("meta"), 0
-    cases = [partial(timed_ops.case_of, cell.shape, meta)] if hasattr(cell, "shape") else []
-    cases += [partial(cell.case, "meta")] if hasattr(cell, "case") else []
-    for case in cases:
-        with contextlib.suppress(Exception):  # the cell will report the error
-            count += len(compile_call(case().call, ARCHITECTURES[arch]))
-    return count
+    with contextlib.suppress(Exception):  # the cell will report the error
+        if hasattr(cell, "shape"):
+            case = timed_ops.case_of(cell.shape, torch.device("meta"))
+        else:
+            case = cell.case("meta")
+        return len(compile_call(case.call, ARCHITECTURES[arch]))
+    return 0

@@ -36,8 +36,8 @@ PARTS = (
 )  # fmt: skip
 PAGED = (OURS, "flash_attn_2", "flash_attn_3")
 """Implementations that read the blocks in place."""
-GATHER = ("gather_sdpa",)
-"""Implementations that copy the context first, for block sizes that flash-attn 2 rejects."""
+GATHER = "gather_sdpa"
+"""Copies the context first, for block sizes that flash-attn 2 rejects."""
 IMPLEMENTATIONS = {
     "swap_out": (OURS, COPY_ENGINE),
     "swap_in": (OURS, COPY_ENGINE),
@@ -141,7 +141,7 @@ def implementations(shape: Shape) -> tuple[str, ...]:
         return IMPLEMENTATIONS[shape.op]
     if shape.op not in ("decode", "prefill") or shape.kv_dtype is not None:
         return (OURS,)
-    return PAGED + (GATHER if shape.block_size % _PAGE else ())
+    return (*PAGED, GATHER) if shape.block_size % _PAGE else PAGED
 
 
 def _shapes(options: KernelLatency, part: str) -> Iterator[Shape]:
