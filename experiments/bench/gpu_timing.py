@@ -72,7 +72,8 @@ def time_call(
     _, total_ms = sample(3)
     count = max(_MIN_SAMPLES, min(_MAX_SAMPLES, int(budget_ms / max(total_ms / 3, 1e-3))))
     times, _ = sample(count)
-    return Times(*(1e3 * np.quantile(times, (0.2, 0.5, 0.8))).tolist(), count)
+    p20, p50, p80 = (1e3 * np.quantile(times, (0.2, 0.5, 0.8))).tolist()
+    return Times(p20, p50, p80, count)
 
 
 def _captured(call: Callable[[], object]) -> Callable[[], None]:

@@ -129,8 +129,8 @@ def _has(package: str) -> bool:
 
 _SMOKE = {"block_size": (16,), "head_dim": (128,), "dtype": ("bfloat16", "fp8")}
 _SMOKE |= {"feature": ("none", "split", "window")}
-_HEADLINE = {"part": ("decode", "prefill"), "batch": (64,), "context_len": (4096,)}
-_HEADLINE |= {"prefill": ((1, 4096, 4096), (1, 16384, 16384))}
+_HEADLINE: dict[str, Any] = {"part": ("decode", "prefill"), "batch": (64,)}
+_HEADLINE |= {"context_len": (4096,), "prefill": ((1, 4096, 4096), (1, 16384, 16384))}
 _FP8 = {"part": ("decode",), "kv_dtype": "float8_e4m3fn"}
 _LATENCY = {
     "part": ("decode", "prefill", "mla", "cascade", "norm", "gate", "store", "copy", "swap_out",

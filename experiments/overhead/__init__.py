@@ -43,10 +43,8 @@ def cells(options: Overhead) -> Iterator[Options | Absent]:
 
 
 def run_cell(cell: Options) -> list[dict[str, Any]]:
-    part, module = next(
-        (part, module) for part, (module, type_) in _PARTS.items() if type(cell) is type_
-    )
-    return [{"part": part, **row} for row in module.run_cell(cell)]
+    part = next(part for part, (_, type_) in _PARTS.items() if type(cell) is type_)
+    return [{"part": part, **row} for row in _PARTS[part][0].run_cell(cell)]
 
 
 def _of(part: str, make: Callable[[style.DataFrame], Any]) -> Callable[[style.DataFrame], Any]:

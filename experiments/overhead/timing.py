@@ -1,4 +1,4 @@
-"""Timing helpers that all parts of ``overhead`` use."""
+"""Timing helpers of the parts of ``overhead``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _QUANTILES = {"": 0.5, "_p20": 0.2, "_p80": 0.8, "_mean": None}
 def columns(per: str, seconds: Sequence[float]) -> dict[str, Any]:
     """Median, p20, p80 and mean of timings as columns of a row, in microseconds.
 
-    per: the unit of work of each timing: block, prompt, step, call or reference.
+    per: the unit of work of each timing: block, step or reference.
     """
     return {"per": per, **quantiles.columns("us", [1e6 * s for s in seconds], _QUANTILES)}
 

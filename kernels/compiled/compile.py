@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import networkx
 import triton
 import triton.language as tl
 from triton.compiler import ASTSource
@@ -28,7 +27,6 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from kernels.compiled.architectures import Architecture
-from kernels.compiled.shipped import ShippedCall
 from kernels.primitives import INTERPRETED
 from kernels.tiles import force_target
 
@@ -47,10 +45,6 @@ class KernelResources:
     """Per thread."""
     local_bytes: int
     """Stack and local memory per thread: 0 unless registers spill."""
-    loop_spills: int
-    """Instructions inside loops that access local memory."""
-    shared_bytes: int
-    """Static and dynamic, per program."""
     global_loads: dict[int, int]
     """Loads to registers by width in bits."""
     async_copies: dict[int, int]
@@ -126,11 +120,10 @@ def launched_by(
 
 def compile_call(call: Callable[[], object], arch: Architecture) -> list:
     """`launched_by`, compiled: (JITFunction, ASTSource, Triton's CompiledKernel) of each launch."""
-    launches = launched_by(call, arch)
     with without_gpu(arch):
         return [
             (function, source, triton.compile(source, arch.compile_target, options))
-            for function, source, options in launches
+            for function, source, options in launched_by(call, arch)
         ]
 
 
@@ -140,49 +133,6 @@ def _cuobjdump(cubin: bytes, flag: str) -> str:
         file.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, flag, file.name]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-
-def count_loop_spills(sass: str) -> int:
-    """Number of instructions of one kernel that access local memory inside a loop.
-
-    A loop around loops with tensor-core instructions (decode's loop over work items) does not
-    count, only the inner loops do.
-
-    sass: cuobjdump's output. Loops are strongly connected components, as a backward branch alone is
-    no loop: waits for barriers are behind the kernel's end and branch back. A call continues in its
-    subroutine and after itself; a return continues nowhere.
-    """
-    code = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?\w+ )?([A-Z][\w.]*)(.*?);", sass, re.M)
-    index_of = {int(address, 16): index for index, (address, *_) in enumerate(code)}
-    graph = networkx.DiGraph()
-    for index, (_, predicate, opcode, operands) in enumerate(code):
-        [(condition, target)] = re.findall(r"^\s*(.*?)\s*(0x[0-9a-f]+)?\s*$", operands)
-        ends = re.match("EXIT|RET", opcode) or (opcode.startswith("BRA") and not condition)
-        if re.match("BRA|CALL|BSSY", opcode) and target:
-            graph.add_edge(index, index_of[int(target, 16)])
-        if (predicate or not ends) and index + 1 < len(code):
-            graph.add_edge(index, index + 1)
-
-    def has(loop: set[int], opcodes: str) -> list[int]:
-        return [index for index in loop if re.match(opcodes, code[index][2])]
-
-    def spills(part: networkx.DiGraph) -> int:
-        count = 0
-        for loop in _loops(part):
-            entries = {n for n in loop if any(before not in loop for before in graph.pred[n])}
-            body = part.subgraph(loop - entries)
-            is_around = any(has(inner, "HMMA|HGMMA|UTC.MMA") for inner in _loops(body))
-            count += spills(body) if is_around else len(has(loop, "LDL|STL"))
-        return count
-
-    return spills(graph)
-
-
-def _loops(graph: networkx.DiGraph) -> Iterator[set[int]]:
-    """The outermost loops, as the nodes of each."""
-    for loop in networkx.strongly_connected_components(graph):
-        if len(loop) > 1 or any(graph.has_edge(node, node) for node in loop):
-            yield loop
 
 
 def _ptx_widths(ptx: str, instruction: str) -> dict[int, int]:
@@ -203,15 +153,13 @@ def _used(compiled) -> dict[str, Any]:
     cubin, ptx = compiled.asm["cubin"], compiled.asm["ptx"]
     usage = re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", _cuobjdump(cubin, "-res-usage"))
     used = {key: int(value) for key, value in usage}
-    local_bytes = used["STACK"] + used["LOCAL"]
     # The third operand of cp.async is a number of bytes.
     copies = re.findall(r"\bcp\.async\.c[ag]\.\S+ \[[^]]+\], \[[^]]+\], (\w+)", ptx)
     opcodes = {"mma.sync": "mma.sync", "wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma"}
     counts = {one: len(re.findall(rf"\b{re.escape(op)}", ptx)) for one, op in opcodes.items()}
     return {
         "registers": used["REG"],
-        "local_bytes": local_bytes,
-        "loop_spills": count_loop_spills(_cuobjdump(cubin, "-sass")) if local_bytes else 0,
+        "local_bytes": used["STACK"] + used["LOCAL"],
         "shared_bytes": used["SHARED"] + compiled.metadata.shared,
         "global_loads": _ptx_widths(ptx, "ld.global"),
         "async_copies": dict(Counter(sorted(8 * int(size, 0) for size in copies))),
@@ -238,7 +186,7 @@ def read_resources(
     dots, tensor_core_dots = _dots(compiled.asm["ttgir"])
     resident_programs = arch.resident_programs(
         registers=used["registers"],
-        shared_bytes=used["shared_bytes"],
+        shared_bytes=used.pop("shared_bytes"),
         num_warps=compiled.metadata.num_warps,
         tensor_memory_columns=compiled.metadata.tmem_size,
     )
@@ -260,11 +208,3 @@ def read_resources(
         },
         programs_per_multiprocessor=min(resident_programs.values()),
     )
-
-
-def resources_of_call(call: ShippedCall, arch: Architecture) -> list[KernelResources]:
-    """Compile every kernel that `call` would launch, in the order of the launches."""
-    return [
-        read_resources(call.op, call.config, arch, *kernel)
-        for kernel in compile_call(call.run, arch)
-    ]

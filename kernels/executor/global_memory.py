@@ -43,11 +43,6 @@ class TensorWindow:
     unwritten: int = 0
 
     @property
-    def gpu_address(self) -> int:
-        """Its address on a GPU, modulo 512, if its storage has PyTorch's 64-byte alignment."""
-        return self.address - self.storage + self.storage % 64
-
-    @property
     def span(self) -> int:
         """Bytes from the first element to the end of the last."""
         if 0 in self.sizes:
@@ -83,9 +78,10 @@ class GlobalMemory(CheckedMemory):
         num_warps: int = 0,
     ):
         self.tensors = [*tensors, *tables]
+        lowest = [one.address - one.storage + one.storage % 64 & 0xFFFF for one in tensors]
         self.pointers = [
-            ((number + 1) << WINDOW_BITS) | 1 << (WINDOW_BITS - 8) | (tensor.gpu_address & 0xFFFF)
-            for number, tensor in enumerate(tensors)
+            ((number + 1) << WINDOW_BITS) | 1 << (WINDOW_BITS - 8) | bits
+            for number, bits in enumerate(lowest)
         ]
         windows = np.zeros(len(self.tensors), WINDOW)
         addresses = [*self.pointers, *(table.address for table in tables)]

@@ -273,7 +273,7 @@ class Batch:
     def _run_group(self, at: int, threads: np.ndarray, budget: int) -> int:
         """Run a group until it branches apart, waits, ends, meets another or has had its turn."""
         steps, groups = self.launch.kernel.steps, self._groups
-        num_warps = np.count_nonzero(threads.reshape(-1, 32).any(1))
+        num_warps = int(threads.reshape(-1, 32).any(1).sum())
         programs = self.running.reshape(self.num_programs, -1)
         whole = (programs == programs[:, :1]).all() and (threads == self.running).all()
         self.mask = mask = None if whole else threads

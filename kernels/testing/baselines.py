@@ -174,6 +174,5 @@ class GatherSdpa(Baseline):
         return out
 
 
-_ALL = (FlashAttention2(), FlashAttention3(), GatherSdpa())
-BASELINES: dict[str, Baseline] = {baseline.name: baseline for baseline in _ALL}
+BASELINES = {one.name: one for one in (FlashAttention2(), FlashAttention3(), GatherSdpa())}
 """The baselines by name."""

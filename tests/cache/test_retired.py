@@ -9,12 +9,11 @@ from experiments import cli
 from experiments.registry import EXPERIMENTS
 from models import LLMOptions
 
+COMMANDS = """run kernel_time; run kernel-resources --quick; plot predictions; try hazard
+run overhead --part replay launch; run kernel_latency --vllm=file.py"""
 
-@pytest.mark.parametrize(
-    "command",
-    ["run kernel_time", "run kernel-resources --quick", "plot predictions",
-     "run overhead --part replay launch", "run kernel_latency --vllm=file.py", "try hazard"],
-)  # fmt: skip
+
+@pytest.mark.parametrize("command", re.split("; |\n", COMMANDS))
 def test_the_command_line_refuses_them(command, capsys):
     assert cli.main(command.split()) == 2
     out, err = capsys.readouterr()

@@ -22,13 +22,14 @@ from printed import printed_by, start
 COMPILE_SHIPPED = """
 import dataclasses, json, re
 from kernels.compiled.architectures import ARCHITECTURES
-from kernels.compiled.compile import resources_of_call
+from kernels.compiled.compile import compile_call, read_resources
 from kernels.compiled.shipped import shipped_calls
 
 arch, ops, match = {}
 for call in shipped_calls(ops):
     if re.search(match, call.config):
-        for row in resources_of_call(call, ARCHITECTURES[arch]):
+        for kernel in compile_call(call.run, ARCHITECTURES[arch]):
+            row = read_resources(call.op, call.config, ARCHITECTURES[arch], *kernel)
             print(json.dumps(dataclasses.asdict(row)))
 """
 
@@ -184,10 +185,9 @@ def shipped_resources(tmp_path_factory, compiling_process):
 
     def resources(arch: str, ops: tuple[str, ...], match: str) -> list[dict]:
         path = shared / f"resources-{'-'.join((arch, *ops, match))}.jsonl"
-        selection = arch, ops, match
         with FileLock(f"{path}.lock"):
             if not path.exists():
-                path.write_text(compiling_process(COMPILE_SHIPPED.format(selection)))
+                path.write_text(compiling_process(COMPILE_SHIPPED.format((arch, ops, match))))
         return [json.loads(line) for line in path.read_text().splitlines()]
 
     return resources

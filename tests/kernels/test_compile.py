@@ -12,7 +12,7 @@ import pytest
 
 import kernels
 from kernels.compiled.architectures import ARCHITECTURES
-from kernels.compiled.compile import count_loop_spills, count_softmax_overlaps, launched_by
+from kernels.compiled.compile import count_softmax_overlaps, launched_by
 from kernels.compiled.shipped import OPS
 from kernels.primitives import INTERPRETED
 from kernels.tiles import PROGRAMS_PER_MULTIPROCESSOR, PROGRAMS_THAT_SAMPLE
@@ -24,8 +24,8 @@ LAYER = ("add_rms_norm", "gated_activation")
 STORES = ("store_kvcache", "rope_store_kvcache")
 PAGED = ("paged_decode_attention", "paged_prefill_attention")
 MOVES = ("copy_blocks", "swap_blocks", "merge_attention_states")
-MAX_LOCAL_BYTES = 32
-"""Bytes that a thread may spill outside loops. Which kernels do depends on Triton's version."""
+MAX_LOCAL_BYTES = {"sm_80": 16, "sm_90": 0, "sm_100": 0}
+"""Bytes that a thread may spill. Which kernels do depends on Triton's version."""
 MMA_FAMILY = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05"}
 # (ops, patterns of their configurations): the attention that needs most registers, and a padded
 # head_dim of every other op; on sm_90 also wide and fp8 attention.
@@ -72,15 +72,14 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture
 def rows(request, shipped_resources):
-    """Rows of one selection, of which none spills in a loop, or more than MAX_LOCAL_BYTES."""
+    """Rows of one selection, of which none spills more than MAX_LOCAL_BYTES."""
     _, ops, patterns = request.param
     rows = shipped_resources(*request.param)
     assert {row["op"] for row in rows} == set(ops)
     for pattern in patterns.split("|"):
         assert any(re.search(pattern, row["config"]) for row in rows), pattern
     for row in rows:
-        assert row["loop_spills"] == 0, name_of(row)
-        assert row["local_bytes"] <= MAX_LOCAL_BYTES, name_of(row)
+        assert row["local_bytes"] <= MAX_LOCAL_BYTES[row["arch"]], name_of(row)
     return rows
 
 
@@ -195,7 +194,7 @@ def test_stores_and_copies_move_16_bytes_at_a_time(rows):
 def test_sampling_loads_what_a_thread_needs_of_a_span_at_once(rows):
     for row in of_kernels(rows, SAMPLE, "_merge_samples_kernel"):
         assert row["local_bytes"] == 0, name_of(row)
-        if row["kernel"] == SAMPLE:
+        if row["kernel"] == SAMPLE and " top" not in row["config"]:  # these read logits again
             width = "128" if row["config"].startswith("fp32") else "64"
             seeds = width == "64" and row["constants"].get("noise_seeds_ptr", 1) is not None
             assert row["global_loads"][width] == 4 + seeds, name_of(row)
@@ -227,37 +226,6 @@ def test_no_product_of_the_noise_is_fused_with_a_sum(compiling_process):
     noisy = [config for kernel, config, adds, _ in lines if kernel == SAMPLE and adds == "True"]
     assert noisy == ["bf16 v128256", "bf16 v128256 min_p", restricted, restricted]
     assert {fused for *_, fused in lines} == {"False"}
-
-
-SASS = """
-        /*0000*/                   NOP outside ;          /* 0x0000000000017983 */
-        /*0010*/                   BSSY B0, 0x90 ;
-        /*0020*/              @!P0 BRA 0x90 ;
-        /*0030*/                   NOP inside ;
-        /*0040*/                   BRA 0xc0 ;
-        /*0050*/                   NOP inside ;
-        /*0060*/               @P1 CALL.REL.NOINC 0x80 ;
-        /*0070*/                   BRA 0x30 ;
-        /*0080*/                   NOP outside ;
-        /*0090*/                   BSYNC B0 ;
-        /*00a0*/              @!P0 STG.E [R2.64+0x30], R4 ;
-        /*00b0*/                   EXIT ;
-        /*00c0*/                   NOP inside ;
-        /*00d0*/             @!UP2 BRA 0xc0 ;
-        /*00e0*/                   BRA.U !UP0, 0xa0 ;
-        /*00f0*/                   BRA 0x50 ;
-        /*0100*/                   NOP outside ;
-        /*0110*/                   RET.REL.NODEC R2 0x0 ;
-        /*0120*/                   BRA 0x120;
-"""
-
-
-def test_spills_count_inside_loops_only():
-    """Part of the loop is behind the end of the kernel."""
-    assert count_loop_spills(SASS) == 0
-    for access in ("LDL.LU R0, [R1]", "@!P0 STL.64 [R1+0x8], R2"):
-        assert count_loop_spills(SASS.replace("NOP inside", access)) == 3
-        assert count_loop_spills(SASS.replace("NOP outside", access)) == 0
 
 
 @pytest.mark.parametrize(

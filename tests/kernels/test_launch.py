@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import operator
 import sys
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -128,13 +129,6 @@ def test_a_call_inside_another_is_part_of_it(kernel):
         assert [(grid[0], n) for grid, _, n in kernel.launched] == [(1, 1), (2, 2)]
 
 
-class _TensorOfGpu1:
-    is_cpu, is_cuda = False, True
-
-    def get_device(self):
-        return 1
-
-
 @pytest.mark.parametrize("current", [0, 1])
 def test_launchers_run_with_the_gpu_of_their_tensors_as_the_current_one(current, monkeypatch):
     """Triton launches on the current device, wherever the tensors are; flash-attn does the same."""
@@ -146,10 +140,11 @@ def test_launchers_run_with_the_gpu_of_their_tensors_as_the_current_one(current,
         yield
         entered.append("left")
 
+    on_gpu_1 = SimpleNamespace(is_cpu=False, is_cuda=True, get_device=lambda: 1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     monkeypatch.setattr(torch.cuda, "device", enter)
     launch = on_gpu_of_tensors(lambda *_args, **_kwargs: list(entered))
     expected = [1] if current == 0 else []
-    assert launch(None, torch.empty(0), _TensorOfGpu1()) == expected
-    assert launch(x=_TensorOfGpu1())[-1:] == expected
+    assert launch(None, torch.empty(0), on_gpu_1) == expected
+    assert launch(x=on_gpu_1)[-1:] == expected
     assert entered.count("left") == 2 * len(expected)
