@@ -3,6 +3,7 @@
 import functools
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +11,18 @@ from typing import Any
 
 @functools.cache
 def _table() -> dict[str, str]:
-    """What to use instead of each name: the name is quoted in the first column of a row."""
-    text = Path(__file__).with_name("CHANGELOG.md").read_text("utf-8")
-    rows = re.findall(r"^\| (.*) \| (.*) \|$", text, re.M)
-    return {name: use for gone, use in rows for name in re.findall("`(.+?)`", gone)}
+    """What to use instead of each name that is quoted in the first column of a row.
+
+    Names of experiments and policies begin with their kind, as the row does.
+    """
+    found: dict[str, str] = {}
+    with suppress(OSError):  # a copy without the file
+        text = Path(__file__).with_name("CHANGELOG.md").read_text("utf-8")
+        for kind, gone, use in re.findall(
+            r"^\| (?:(experiment |policy ))?(.*) \| (.*) \|$", text, re.M
+        ):
+            found |= {kind + name: use for name in re.findall("`(.+?)`", gone)}
+    return found
 
 
 def advice(*names: str) -> str | None:

@@ -86,11 +86,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _refuse_what_is_gone(arguments: list[str]) -> None:
     """Raise OptionsError for an experiment, an option of one, or a value of an option."""
-    names, option = [argument.replace("-", "_") for argument in arguments[1:2]], ""
-    for word in " ".join(arguments[2:]).replace("=", " ").split():
+    command, name, *words = [*" ".join(arguments).replace("=", " ").split(), "", ""]
+    names, option = [f"experiment {name.replace('-', '_')}"], ""
+    for word in words:
         option = word if word.startswith("--") else option
-        names += [f"{names[0]} {option}", f"{names[0]} {option} {word}"]
-    if line := advice(*names):
+        names += [f"{name} {option}", f"{name} {option} {word}"]
+    if command in ("run", "plot") and (line := advice(*names)):
         raise OptionsError(line)
 
 

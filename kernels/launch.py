@@ -80,9 +80,7 @@ def on_gpu_of_tensors(
     """
     on_gpu = on_gpu or launcher
 
-    @torch.compiler.disable(reason="torch.compile does not trace PageLab's launchers")
-    @functools.wraps(launcher)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def eager(*args: Any, **kwargs: Any) -> Any:
         for arg in chain(args, kwargs.values()):
             if not getattr(arg, "is_cpu", True):
                 if arg.is_cuda and (gpu := arg.get_device()) != torch.cuda.current_device():
@@ -90,6 +88,12 @@ def on_gpu_of_tensors(
                         return on_gpu(*args, **kwargs)
                 return on_gpu(*args, **kwargs)
         return launcher(*args, **kwargs)
+
+    @functools.wraps(launcher)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(eager)(*args, **kwargs)
+        return eager(*args, **kwargs)
 
     return call
 

@@ -78,10 +78,14 @@ def test_an_editable_install_is_a_path(source, tmp_path):
 
 
 def test_compiled_kernels_are_kept_in_the_temporary_folder(installed, tmp_path):
-    code = "import os, kernels.executor as _; get = os.environ.get"
-    code += "; print(get('TRITON_CACHE_DIR'), get('NUMBA_CACHE_DIR'))"
+    code = "import os, sys, kernels.executor as _; get = os.environ.get"
+    code += (
+        "; print(get('TRITON_CACHE_DIR'), get('NUMBA_CACHE_DIR'), 'torch._dynamo' in sys.modules)"
+    )
+    code += "; from cache.retired import advice; print(advice('policy priority'))"
     folder = tmp_path / f"pagelab-{os.geteuid()}"
-    assert run(tmp_path, installed / "python", "-c", code) == f"{folder} {folder}\n"
+    printed = f"{folder} {folder} False\npolicy priority is gone; instead: retention\n"
+    assert run(tmp_path, installed / "python", "-c", code) == printed
 
 
 def test_commands_work_in_an_empty_folder(installed, tmp_path):

@@ -64,8 +64,8 @@ def make_policy(name: str, **options) -> EvictionPolicy:
         else POLICIES.get(name)
     )
     if policy_class is None:
-        if line := advice(name):
-            raise ValueError(f"policy {line}")
+        if line := advice(f"policy {name}"):
+            raise ValueError(line)
         raise ValueError(
             f"policy={name!r} is unknown; choose from {', '.join(sorted(POLICIES))}, "
             "or name a class of your own as file.py:ClassName"

@@ -230,8 +230,7 @@ def run(cell: Timed) -> dict[str, Any]:
         if isinstance(error, Unavailable) or cell.implementation not in BASELINES:
             raise
         text = str(error).strip().partition("\n")[0]
-        reason = f"{cell.implementation}: {type(error).__name__}: {text}"
-        raise Unavailable(reason) from error
+        raise Unavailable(f"{cell.implementation}: {type(error).__name__}: {text}") from error
 
 
 def _row(

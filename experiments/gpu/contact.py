@@ -310,9 +310,7 @@ def compile_cell(arch: str, cell: Any) -> int:
     if getattr(cell, "implementation", OURS) != OURS:
         return 0
     with contextlib.suppress(Exception):  # the cell will report the error
-        if hasattr(cell, "shape"):
-            case = timed_ops.case_of(cell.shape, torch.device("meta"))
-        else:
-            case = cell.case("meta")
+        meta = torch.device("meta")
+        case = timed_ops.case_of(cell.shape, meta) if hasattr(cell, "shape") else cell.case("meta")
         return len(compile_call(case.call, ARCHITECTURES[arch]))
     return 0

@@ -6,7 +6,8 @@ is compiled for the wanted architecture instead of launched, so these are the ke
 
 Registers, memory, widths of global accesses and asynchronous copies, and tensor-core use come from
 the cubin (by cuobjdump, part of Triton's wheel), the PTX and the TTGIR. Needs a process without
-TRITON_INTERPRET. `pytest --all tests/kernels/test_compile.py` compiles every shipped configuration.
+TRITON_INTERPRET. `pytest --all -o timeout=1800 tests/kernels/test_compile.py` compiles all of
+shipped.py.
 """
 
 import contextlib
@@ -148,27 +149,6 @@ def count_softmax_overlaps(ptx: str) -> int:
     return len(re.findall("wm+b", "".join(letters[one] for one in order)))
 
 
-def _used(compiled) -> dict[str, Any]:
-    """The fields of KernelResources from a cubin and its PTX."""
-    cubin, ptx = compiled.asm["cubin"], compiled.asm["ptx"]
-    usage = re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", _cuobjdump(cubin, "-res-usage"))
-    used = {key: int(value) for key, value in usage}
-    # The third operand of cp.async is a number of bytes.
-    copies = re.findall(r"\bcp\.async\.c[ag]\.\S+ \[[^]]+\], \[[^]]+\], (\w+)", ptx)
-    opcodes = {"mma.sync": "mma.sync", "wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma"}
-    counts = {one: len(re.findall(rf"\b{re.escape(op)}", ptx)) for one, op in opcodes.items()}
-    return {
-        "registers": used["REG"],
-        "local_bytes": used["STACK"] + used["LOCAL"],
-        "shared_bytes": used["SHARED"] + compiled.metadata.shared,
-        "global_loads": _ptx_widths(ptx, "ld.global"),
-        "async_copies": dict(Counter(sorted(8 * int(size, 0) for size in copies))),
-        "global_stores": _ptx_widths(ptx, "st.global"),
-        "mma": {family: count for family, count in counts.items() if count},
-        "softmax_overlaps": count_softmax_overlaps(ptx),
-    }
-
-
 def _dots(ttgir: str) -> tuple[int, int]:
     """Number of matrix products in the TTGIR, and of those with a tensor-core layout."""
     products = re.findall(r"^.*(?:tt\.dot|ttng\.warp_group_dot|ttng\.tc_gen5_mma) .*$", ttgir, re.M)
@@ -182,13 +162,19 @@ def read_resources(
     op: str, config: str, arch: Architecture, jit_function, source, compiled
 ) -> KernelResources:
     """Resources of one compiled kernel."""
-    used = _used(compiled)
+    cubin, ptx, metadata = compiled.asm["cubin"], compiled.asm["ptx"], compiled.metadata
+    usage = re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", _cuobjdump(cubin, "-res-usage"))
+    used = {key: int(value) for key, value in usage}
+    # The third operand of cp.async is a number of bytes.
+    copies = re.findall(r"\bcp\.async\.c[ag]\.\S+ \[[^]]+\], \[[^]]+\], (\w+)", ptx)
+    opcodes = {"mma.sync": "mma.sync", "wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma"}
+    counts = {one: len(re.findall(rf"\b{re.escape(op)}", ptx)) for one, op in opcodes.items()}
     dots, tensor_core_dots = _dots(compiled.asm["ttgir"])
     resident_programs = arch.resident_programs(
-        registers=used["registers"],
-        shared_bytes=used.pop("shared_bytes"),
-        num_warps=compiled.metadata.num_warps,
-        tensor_memory_columns=compiled.metadata.tmem_size,
+        registers=used["REG"],
+        shared_bytes=used["SHARED"] + metadata.shared,
+        num_warps=metadata.num_warps,
+        tensor_memory_columns=metadata.tmem_size,
     )
     names = jit_function.arg_names
     return KernelResources(
@@ -196,11 +182,17 @@ def read_resources(
         config=config,
         kernel=jit_function.fn.__name__,
         arch=arch.name,
-        num_warps=compiled.metadata.num_warps,
-        num_stages=compiled.metadata.num_stages,
-        **used,
+        num_warps=metadata.num_warps,
+        num_stages=metadata.num_stages,
+        registers=used["REG"],
+        local_bytes=used["STACK"] + used["LOCAL"],
+        global_loads=_ptx_widths(ptx, "ld.global"),
+        async_copies=dict(Counter(sorted(8 * int(size, 0) for size in copies))),
+        global_stores=_ptx_widths(ptx, "st.global"),
         dots=dots,
         tensor_core_dots=tensor_core_dots,
+        mma={family: count for family, count in counts.items() if count},
+        softmax_overlaps=count_softmax_overlaps(ptx),
         signature={name: kind for name, kind in source.signature.items() if kind != "constexpr"},
         constants={
             names[path[0]]: str(value) if isinstance(value, tl.dtype) else value

@@ -47,9 +47,8 @@ class ShippedCall:
 
 def _dtypes(dtype: torch.dtype) -> dict[str, torch.dtype]:
     """dtype: of all tensors, or fp8 of the cache alone, with bf16 tensors."""
-    if dtype == FP8_DTYPE:
-        return {"dtype": torch.bfloat16, "kv_dtype": dtype}
-    return {"dtype": dtype}
+    of_cache = {"dtype": torch.bfloat16, "kv_dtype": dtype}
+    return of_cache if dtype == FP8_DTYPE else {"dtype": dtype}
 
 
 def _each(

@@ -3,8 +3,8 @@
 A kernel sees each tensor in an address window of its own, far from every other window. An access
 that leaves its tensor therefore hits no other tensor, and the fault can name the argument. The
 lower address bits are those that the tensor would have on a GPU, where storages begin at multiples
-of 512. Memory that a kernel finds by
-addresses in a tensor (`tables`) is known by its real addresses. memory.py has the checks.
+of 512. Memory that a kernel finds by addresses in a tensor (`tables`) is known by its real
+addresses. memory.py has the checks.
 """
 
 from collections.abc import Sequence

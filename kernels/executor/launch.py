@@ -163,10 +163,8 @@ def run_ptx(
         (name, kind_of.get(type(value)) or kinds[kind[0]] + kind[1:], value)
         for (name, kind), value in zip(parameters, arguments, strict=True)
     ]
-    launch = Launch(
-        ptx, grid, num_warps, shared_bytes, named, fresh=fresh, seed=seed, dependent=dependent
-    )
-    launch.run()
+    options: Any = {"fresh": fresh, "seed": seed, "dependent": dependent}
+    Launch(ptx, grid, num_warps, shared_bytes, named, **options).run()
 
 
 _SESSIONS: list[Execution] = []
