@@ -18,8 +18,11 @@ from typing import Any
 from experiments.bench.shapes import use_device
 from experiments.harness import OptionsError
 from experiments.harness.workers import Task, run_locally
-from experiments.kernel_accuracy import FEATURES, KERNELS, KernelAccuracy, cells, run_cell
+from experiments.kernel_accuracy import KernelAccuracy, cells, ops, run_cell
 
+_KERNELS = Path(__file__).parent.with_name("kernels") / "__init__.py"
+_FEATURES: tuple[str, ...] = ()
+"""Options of the op that are checked.  Empty: every one."""
 _SPLITS = (1, 2, 3, 7, 64)
 """Values of ``num_splits``.  64 are more chunks than the tokens of a case fill."""
 _LENGTHS = {"context_lens": (1, 37, 430), "query_lens": (1, 9, 4)}
@@ -30,6 +33,8 @@ _LENGTHS = {"context_lens": (1, 37, 430), "query_lens": (1, 9, 4)}
 class _Check(KernelAccuracy):
     file: str
     """File of the op."""
+    has_blocks: bool = True
+    """Whether the block size matters to the op."""
     num_splits: int | None = None
     layout: str = "NHD"
     """Of the caches, see ``kernels.testing.inputs``.  If "unlike", rows of tables lie apart."""
@@ -50,11 +55,7 @@ class _Check(KernelAccuracy):
 
     def __str__(self) -> str:
         blocks = f", block size {self.block_size}, layout {self.layout}"
-        return f"{self.label}, {self.dtype}" + blocks * KERNELS[self.kernel].has_blocks
-
-
-class _ImportFailed(Exception):
-    """The file of the op cannot be imported."""
+        return f"{self.label}, {self.dtype}" + blocks * self.has_blocks
 
 
 def check_kernel(
@@ -76,25 +77,27 @@ def check_kernel(
     Raises OptionsError for any other file and for a file that cannot be imported.
     """
     op = _op_of(file)
-    axes: dict[str, Any] = {"kernel": (op,), "dtype": dtypes, "block_size": block_sizes}
-    axes["head_dim"] = (80,)
-    features = [feature for feature in FEATURES if feature != "split"]
-    grids = [_Check(**axes, feature=features, file=str(file))]
-    grids += [_Check(**axes, feature=("split",), num_splits=n, file=str(file)) for n in _SPLITS]
-    cases: list[Any] = [case for grid in grids for case in cells(grid)]
-    cases.sort(key=lambda case: (case.num_splits or 0, FEATURES.index(case.feature), case.dtype))
+    axes: dict[str, Any] = {"kernel": (op,), "dtype": (*dtypes,), "block_size": (*block_sizes,)}
+    grid = _Check(**axes, head_dim=(80,), feature=_FEATURES, file=str(file))
+    (found,) = run_locally([Task(op, _cells, grid)], jobs=1)
+    if found.status == "failed":
+        raise OptionsError(f"{file}: importing it failed: {found.message}")
+    cases: list[Any] = [
+        replace(grid, kernel=op, head_dim=80, seed=0, num_splits=number, **row)
+        for row in found.rows
+        for number in (_SPLITS if row["feature"] == "split" else (None,))
+    ]
+    order = [case.feature for case in cases].index
+    cases.sort(key=lambda case: (case.num_splits or 0, order(case.feature), case.dtype))
     cases[::2] = [replace(case, layout="unlike") for case in cases[::2]]
     sizes = list(dict.fromkeys(case.block_size for case in cases))
     print(f"{op}: largest error / bound of {len(cases)} cases")
-    if KERNELS[op].has_blocks:
+    if cases[0].has_blocks:
         print(f"{'block size':22}" + "".join(f"{size:9}" for size in sizes), flush=True)
     tasks = [Task(str(number), _run, case) for number, case in enumerate(cases)]
     rows, num_results, num_failed = defaultdict[tuple, dict[int, str]](dict), 0, 0
     for outcome in run_locally(tasks, jobs=min(len(dtypes), len(os.sched_getaffinity(0)))):
         case, results = cases[int(outcome.key)], outcome.rows
-        kind, _, message = outcome.message.partition(": ")
-        if kind == _ImportFailed.__name__:
-            raise OptionsError(f"{file}: importing it failed: {message}")
         wrong = [result for result in results if not result["passed"]]
         if outcome.status == "failed":
             _say(f"FAILED {case}: {' '.join(outcome.message.split())}")
@@ -127,28 +130,51 @@ def _op_of(file: Path) -> str:
         body = ast.parse(file.read_bytes(), str(file)).body
     except (SyntaxError, ValueError) as error:
         raise OptionsError(f"{file}: is not Python: {error}") from error
-    ops = [node.name for node in body if isinstance(node, ast.FunctionDef) and node.name in KERNELS]
+    known = _names()
+    defined = [node.name for node in body if isinstance(node, ast.FunctionDef)]
+    ops = [name for name in defined if name in known]
     if len(ops) != 1:
-        names = ", ".join(KERNELS)
+        names = ", ".join(known)
         raise OptionsError(f"{file}: defines {', '.join(ops) or 'no op'}; needs one of {names}")
     return ops[0]
 
 
-def _run(case: _Check) -> list[dict[str, Any]]:
-    """Run a case in a worker process, with ``file`` in place of the op's file."""
+def _names() -> list[str]:
+    """Names of the ops, from the text of ``kernels``: importing it may end the process."""
+    found = [node for node in ast.parse(_KERNELS.read_bytes()).body if isinstance(node, ast.Assign)]
+    (names,) = [node.value for node in found if ast.unparse(node.targets[0]) == "__all__"]
+    return ast.literal_eval(names)
+
+
+def _cells(grid: _Check) -> list[dict[str, Any]]:
+    """Columns of the cells of a grid, in a worker process."""
+    _import_kernels(grid)
+    has_blocks = ops()[grid.kernel[0]].has_blocks
+    names = ("feature", "dtype", "block_size")
+    return [{**cell.columns(*names), "has_blocks": has_blocks} for cell in cells(grid)]
+
+
+def _import_kernels(case: _Check) -> None:
+    """Import kernels with ``file`` in place of the op's file."""
     use_device()
-    if "kernels" not in sys.modules:
+    if "kernels" in sys.modules:
+        return
+    (op,) = [case.kernel] if isinstance(case.kernel, str) else case.kernel
 
-        def find_spec(name: str, _path: Any = None, _target: Any = None) -> Any:
-            is_op = name == f"kernels.{case.kernel}"
-            return spec_from_file_location(name, case.file) if is_op else None
+    def find(name: str, _path: Any = None, _target: Any = None) -> Any:
+        return spec_from_file_location(name, case.file) if name == f"kernels.{op}" else None
 
-        sys.meta_path.insert(0, SimpleNamespace(find_spec=find_spec))
-        warnings.simplefilter("ignore", RuntimeWarning)  # of NaN that a wrong kernel reads
-        try:
-            import kernels  # noqa: F401
-        except (Exception, SystemExit) as error:
-            raise _ImportFailed(f"{type(error).__name__}: {error}") from error
+    sys.meta_path.insert(0, SimpleNamespace(find_spec=find))
+    warnings.simplefilter("ignore", RuntimeWarning)  # of NaN that a wrong kernel reads
+    try:
+        import kernels  # noqa: F401
+    except SystemExit as error:  # which would end the parent, too
+        raise ImportError(f"SystemExit: {error}") from error
+
+
+def _run(case: _Check) -> list[dict[str, Any]]:
+    """Run a case in a worker process."""
+    _import_kernels(case)
     slow = Timer(30, print, [f"{case}: still running after 30 s"], {"flush": True})
     slow.start()
     try:

@@ -1,6 +1,6 @@
 """Error of every kernel against fp64, beside PyTorch's error in the same dtype.
 
-``kernels/testing/accuracy.py`` defines the bound of an error. ``kernels/testing/cases.py`` has the
+``kernels/testing/accuracy.py`` defines the bound of an error. ``kernels/testing/ops`` has the
 inputs: block tables are shuffled, and slots that must not matter hold NaN and infinity. Without a
 GPU the kernels run in Triton's interpreter. It checks the algorithm, but not the GPU's arithmetic.
 Every block size has the same data, so a line with a length shows an effect of the block size.
@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from experiments import style
 from experiments.bench.shapes import accuracy_columns, use_device
-from experiments.harness import Axis, Count, Experiment, Options, Repeated, grid, one_of
+from experiments.harness import Axis, Count, Experiment, Options, Repeated, check_names, grid
 
 if TYPE_CHECKING:
-    from kernels.testing.cases import Case
+    from kernels.testing.op import Case, Op
 
 _DTYPES = {
     "float16": style.line(style.BLUE, "o"),
@@ -29,57 +29,28 @@ _WRONG = {**style.dots(style.RED, "x"), "markersize": 8, "markeredgewidth": 2}
 """Marks results above their bound; nothing else is red."""
 _MIN_RATIO = 0.01
 """On the logarithmic axis, smaller ratios error / bound are drawn at this value."""
-_ATTENTION = ("none", "window", "softcap", "alibi", "sinks", "split")
-_ROTARY = ("none", "interleaved")
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """The axes of the grid that matter to a kernel."""
+def ops() -> dict[str, Op]:
+    """The record of each op by its name.  Imports kernels, and with them torch."""
+    from kernels.testing.cases import OPS
 
-    features: tuple[str, ...] = ("none",)
-    """Options of the kernel, tested one at a time; see ``kernels.testing.cases.FEATURES``."""
-    touches_cache: bool = True
-    """Whether the dtype of the cache matters to the kernel."""
-    has_blocks: bool = True
-    """Whether the block size matters to the kernel."""
-
-
-_WITHOUT_CACHE: dict[str, Any] = {"touches_cache": False, "has_blocks": False}
-KERNELS = {
-    "store_kvcache": Kernel(),
-    "rope_store_kvcache": Kernel((*_ROTARY, "norms")),
-    "add_rms_norm": Kernel(("none", "alone", "offset"), **_WITHOUT_CACHE),
-    "gated_activation": Kernel(("none", "gelu"), **_WITHOUT_CACHE),
-    "apply_rotary_embedding": Kernel(_ROTARY, **_WITHOUT_CACHE),
-    "slot_mapping_from_positions": Kernel(touches_cache=False),
-    "sample_tokens": Kernel(("none", "greedy", "min_p", "top_k", "top_p"), **_WITHOUT_CACHE),
-    "copy_blocks": Kernel(("none", "list")),
-    "swap_blocks": Kernel(("none", "in", "hnd")),
-    "merge_attention_states": Kernel(**_WITHOUT_CACHE),
-    "paged_decode_attention": Kernel(_ATTENTION),
-    "shared_prefix_decode_attention": Kernel(_ATTENTION),
-    "paged_prefill_attention": Kernel(_ATTENTION),
-    "concat_and_cache_mla": Kernel(touches_cache=False),
-    "paged_mla_decode_attention": Kernel(("none", "split"), touches_cache=False),
-}
-"""Kernels by the name of their op."""
-FEATURES = tuple(dict.fromkeys(one for kernel in KERNELS.values() for one in kernel.features))
+    return OPS
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelAccuracy(Options):
     """The grid: kernels x features x head dims x dtypes x block sizes."""
 
-    kernel: Repeated[Axis[Annotated[str, one_of(KERNELS)]]] = ()
+    kernel: Repeated[Axis[str]] = ()
     """A kernel by name. By default every kernel."""
     block_size: Axis[Count] = (1, 2, 3, 7, 16, 24, 32, 64, 100, 128, 256, 512, 1024)
     """Token slots per block."""
     dtype: Axis[Literal["float16", "bfloat16", "float32", "fp8"]] = tuple(_DTYPES)
     """fp8: an fp8 (e4m3) cache with a scale per head, and bfloat16 queries, keys and values."""
     head_dim: Axis[Count] = (16, 64, 80, 96, 112, 128, 256)
-    feature: Axis[Annotated[str, one_of(FEATURES)]] = FEATURES
-    """Options of the kernels, tested one at a time."""
+    feature: Axis[str] = ()
+    """Options of the kernels, tested one at a time. By default none and every option."""
 
     @property
     def group(self) -> tuple[str, ...]:
@@ -105,14 +76,18 @@ class KernelAccuracy(Options):
 
 def cells(options: KernelAccuracy) -> Iterator[KernelAccuracy]:
     """For each kernel, cells over the axes that matter to the kernel."""
-    for name in options.kernel or KERNELS:
-        kernel = KERNELS[name]
+    known = ops()
+    check_names("kernel", options.kernel, known)
+    every = {feature for op in known.values() for feature in op.features}
+    check_names("feature", options.feature, ["none", *sorted(every)])
+    for name in options.kernel or known:
+        op, features = known[name], ("none", *known[name].features)
         yield from grid(
             options,
             kernel=[name],
-            block_size=options.block_size if kernel.has_blocks else options.block_size[:1],
-            dtype=[d for d in options.dtype if d != "fp8" or kernel.touches_cache],
-            feature=[f for f in options.feature if f in kernel.features],
+            block_size=options.block_size if op.has_blocks else options.block_size[:1],
+            dtype=[d for d in options.dtype if d != "fp8" or op.takes_fp8],
+            feature=[f for f in options.feature or features if f in features],
         )
 
 
@@ -123,7 +98,7 @@ def run_cell(cell: KernelAccuracy) -> list[dict[str, Any]]:
             "kernel": cell.kernel,
             "result": result,
             **cell.columns("feature", "head_dim", "dtype"),
-            "block_size": cell.block_size if KERNELS[cell.kernel].has_blocks else None,
+            "block_size": cell.block_size if ops()[cell.kernel].has_blocks else None,
             "interpreted": device == "cpu",
             **accuracy_columns(accuracy),
             "passed": accuracy.passed,

@@ -32,20 +32,11 @@ from kernels import reference
 from kernels.swap_blocks import adjacent_parts
 from kernels.testing.accuracy import Accuracy, bits
 from kernels.testing.baselines import BASELINES
-from kernels.testing.cases import Case, make_case
+from kernels.testing.cases import OPS as RECORDS
+from kernels.testing.cases import make_case
+from kernels.testing.op import Case
 
-OPS = {
-    "decode": "paged_decode_attention",
-    "prefill": "paged_prefill_attention",
-    "cascade": "shared_prefix_decode_attention",
-    "mla": "paged_mla_decode_attention",
-    "store": "store_kvcache",
-    "copy": "copy_blocks",
-    "swap_out": "swap_blocks",
-    "swap_in": "swap_blocks",
-    "norm": "add_rms_norm",
-    "gate": "gated_activation",
-}
+OPS = {name: op for op, record in RECORDS.items() for name in record.timed}
 _CEILINGS: dict[str, Ceiling] = {"swap_out": "device_to_host", "swap_in": "host_to_device"}
 """Ops whose bytes per second are compared with the rate of the link to the host."""
 _QUERIES_CHECKED = 16
@@ -88,7 +79,7 @@ def case_of(shape: Shape, device: torch.device) -> Case:
         context_lens=(shape.context_len - shape.prefix_len,) * shape.batch,
         query_lens=(shape.query_len,) * shape.batch,
         num_tokens=shape.batch, num_pairs=shape.batch, padded=False,
-        features=("in",) if shape.op == "swap_in" else (), options=options, device=device,
+        options=options, device=device, **RECORDS[OPS[shape.op]].timed[shape.op],
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from experiments.harness.grid import (
     Positive,
     Repeated,
     arg,
+    check_names,
     grid,
     one_of,
 )

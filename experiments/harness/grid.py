@@ -63,6 +63,15 @@ def one_of(names: Iterable[str]) -> Needs:
     return Needs(f"one of {', '.join(names)}", frozenset(names).__contains__)
 
 
+def check_names(option: str, chosen: Iterable[str], known: Iterable[str]) -> None:
+    """Raise ValueError unless the values of an option are known names.  For names that only
+    ``cells`` knows, because the module that has them imports torch."""
+    names = list(known)
+    for name in chosen:
+        if name not in names:
+            raise ValueError(f"--{option} {name}: needs one of {', '.join(names)}")
+
+
 Count = Annotated[int, Needs("an int of at least 1", lambda value: value >= 1)]
 Natural = Annotated[int, Needs("an int of at least 0", lambda value: value >= 0)]
 Positive = Annotated[float, Needs("a number above 0", lambda value: 0 < value < float("inf"))]

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -42,6 +43,19 @@ class RandomTensors:
         """Integers from low to below high, int64."""
         numbers = torch.randint(low, high, shape, generator=self._generator, device=self._on)
         return numbers.to(self.device)
+
+
+def i32(*values: Any) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def i64(*values: Any) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def kv(*shape: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """Both caches of a shape, zeros."""
+    return {name: torch.zeros(*shape, dtype=dtype) for name in ("k_cache", "v_cache")}
 
 
 def poison_(tensor: torch.Tensor) -> torch.Tensor:

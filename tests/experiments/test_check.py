@@ -7,7 +7,6 @@ import pytest
 from experiments import check, cli
 from experiments.check import check_kernel
 from experiments.harness.environment import REPOSITORY
-from experiments.kernel_accuracy import FEATURES
 
 UNMASKED = {"v = load_rows(v_ptrs, token_mask,": "v = load_rows(v_ptrs, offs_n >= 0,"}
 LOST_AND_NARROW = {  # a token of every chunk after the third, and a token of every window
@@ -40,10 +39,10 @@ def planted(tmp_path):
 @pytest.mark.parametrize(
     ("op", "edits", "features", "splits", "wrong", "wrong_splits"),
     [
-        (DECODE, UNMASKED, FEATURES, EVERY, ["none", "window", "softcap", "alibi", "sinks"], EVERY),
+        (DECODE, UNMASKED, (), EVERY, ["none", "window", "softcap", "alibi", "sinks"], EVERY),
         (DECODE, LOST_AND_NARROW, ("none", "window", "split"), (3, 7, 64), ["window"], (7, 64)),
         (DECODE, WIDTH, ("none", "split"), (1, 2), ["none"], (2,)),
-        ("store_kvcache", STRIDE, FEATURES, (), ["none"], ()),
+        ("store_kvcache", STRIDE, (), (), ["none"], ()),
     ],
     ids=["values of unused slots", "lost token, narrow window", "table width", "stride of K"],
 )
@@ -51,7 +50,7 @@ def test_planted_bugs_are_found(
     planted, capsys, monkeypatch, op, edits, features, splits, wrong, wrong_splits
 ):
     """In the cases of some features and splits: a process that dies costs an import."""
-    monkeypatch.setattr(check, "FEATURES", features)
+    monkeypatch.setattr(check, "_FEATURES", features)
     monkeypatch.setattr(check, "_SPLITS", splits)
     assert not check_kernel(planted(op, edits), dtypes=["float16"], block_sizes=[256])
     line = "^(?:WRONG|FAILED) (.*), float16, block size 256, layout .*: (?:out|v_cache|its worker)"
@@ -77,9 +76,11 @@ def test_a_crash_is_a_line_and_the_run_goes_on(planted, capsys):
         ("", None, "is a folder"),
         ("broken.py", "def f(:", "is not Python: invalid syntax"),
         ("bytes.py", "\0", "is not Python: .*null bytes"),
-        ("none.py", "x = 1", "defines no op; needs one of store_kvcache"),
+        ("none.py", "x = 1", "defines no op; needs one of .*store_kvcache"),
         ("two.py", "def copy_blocks(): 0\ndef swap_blocks(): 0", "defines copy_blocks, swap_bl"),
         ("raises.py", "def copy_blocks(): 0\n1 / 0", "importing it failed: ZeroDivisionError"),
+        ("exits.py", "def copy_blocks(): 0\nexit(3)", "importing it failed: .*SystemExit: 3"),
+        ("dies.py", "def copy_blocks(): 0\nimport os; os._exit(0)", "failed: its worker process d"),
     ],
 )
 def test_any_other_file_is_refused(tmp_path, capsys, file, text, says):

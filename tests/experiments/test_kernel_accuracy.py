@@ -6,16 +6,11 @@ import pandas as pd
 import pytest
 
 from experiments import kernel_accuracy, style
-from experiments.kernel_accuracy import _ATTENTION, KERNELS, KernelAccuracy
-from kernels.testing.cases import CASES, FEATURES
+from experiments.kernel_accuracy import KernelAccuracy
+from kernels.testing.cases import OPS
 
+_ATTENTION = ("none", *OPS["paged_decode_attention"].features)
 TINY = KernelAccuracy(block_size=(7,), dtype=("float16",), head_dim=(16,))
-
-
-def test_kernels_and_features_are_those_of_the_registry():
-    assert KERNELS.keys() == CASES.keys()
-    named = {name: kernel.features[1:] for name, kernel in KERNELS.items()}
-    assert {name: features for name, features in named.items() if features} == FEATURES
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +30,8 @@ def test_every_kernel_is_within_the_bound(rows):
     assert rows["passed"].all()
     assert (rows["bound"] == 2 * rows["eager_error"] + 1e-5).all()
     fp8 = rows["dtype"] == "fp8"
-    assert set(rows.loc[~fp8, "kernel"]) == set(KERNELS)
-    assert set(rows.loc[fp8, "kernel"]) == {name for name, k in KERNELS.items() if k.touches_cache}
+    assert set(rows.loc[~fp8, "kernel"]) == set(OPS)
+    assert set(rows.loc[fp8, "kernel"]) == {name for name, k in OPS.items() if k.takes_fp8}
     exact = rows["kernel"].isin(["store_kvcache", "copy_blocks", "swap_blocks"])
     assert (rows.loc[exact, "error"] == 0).all()
     assert (rows.loc[fp8 & ~exact & (rows["result"] == "out"), "eager_error"] > 0).all()
@@ -58,15 +53,15 @@ def test_a_result_above_the_bound_shows_in_figures_and_table(rows, tmp_path, dra
     assert {path.stem for path in files} == {"summary", "error_over_bound"}
     (axis,) = drawn["error_over_bound"].axes
     names = [label.get_text() for label in axis.get_yticklabels()]
-    assert [name.partition(" ")[0] for name in names] == list(KERNELS)
+    assert [name.partition(" ")[0] for name in names] == list(OPS)
     assert sum("1 WRONG" in name for name in names) == 1
     inexact = set(wrong.loc[wrong["error"] > 0, "kernel"])
     table = pd.read_csv(tmp_path / "summary.csv", index_col="kernel")
-    assert set(table.index) == set(KERNELS)
+    assert set(table.index) == set(OPS)
     assert table["results"].sum() == len(wrong)
     assert table["above_bound"].sum() == 1
     assert table.loc[wrong["kernel"][3], "above_bound"] == 1
-    assert (table.loc[sorted({*KERNELS} - inexact), "error"] == 0).all()
+    assert (table.loc[sorted({*OPS} - inexact), "error"] == 0).all()
 
 
 def test_wrong_results_are_marked_in_red_on_a_logarithmic_axis(rows, drawn, tmp_path):

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 import kernels
-from kernels.testing.cases import Case, make_case
+from kernels.testing.cases import make_case
+from kernels.testing.op import Case
 
 SHAPE = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 32, "block_size": 16}
 SHAPE |= {"dtype": torch.float16}

@@ -25,8 +25,8 @@ from kernels.compiled.architectures import ARCHITECTURES
 from kernels.compiled.compile import compile_call, read_resources
 from kernels.compiled.shipped import shipped_calls
 
-arch, ops, match = {}
-for call in shipped_calls(ops):
+arch, op, match = {}
+for call in shipped_calls([op]):
     if re.search(match, call.config):
         for kernel in compile_call(call.run, ARCHITECTURES[arch]):
             row = read_resources(call.op, call.config, ARCHITECTURES[arch], *kernel)
@@ -176,18 +176,18 @@ def run_compiled(compiling_process):
 
 @pytest.fixture(scope="session")
 def shipped_resources(tmp_path_factory, compiling_process):
-    """Rows of shipped kernels: shipped_resources(arch, ops, match).
+    """Rows of shipped kernels: shipped_resources(arch, op, match).
 
     A selection is compiled once for all pytest-xdist workers; across runs Triton's cache serves.
     """
     shared = tmp_path_factory.getbasetemp()
     shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
 
-    def resources(arch: str, ops: tuple[str, ...], match: str) -> list[dict]:
-        path = shared / f"resources-{'-'.join((arch, *ops, match))}.jsonl"
+    def resources(arch: str, op: str, match: str) -> list[dict]:
+        path = shared / f"resources-{arch}-{op}-{match}.jsonl"
         with FileLock(f"{path}.lock"):
             if not path.exists():
-                path.write_text(compiling_process(COMPILE_SHIPPED.format((arch, ops, match))))
+                path.write_text(compiling_process(COMPILE_SHIPPED.format((arch, op, match))))
         return [json.loads(line) for line in path.read_text().splitlines()]
 
     return resources

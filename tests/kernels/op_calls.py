@@ -9,24 +9,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import kernels
 from kernels import flash_attn_compat
 from kernels.testing.accuracy import bits
-from kernels.testing.cases import make_case
+from kernels.testing.cases import OPS, make_case
+from kernels.testing.inputs import i32, kv
 
 ATTENTION = ("paged_decode_attention", "paged_prefill_attention", "shared_prefix_decode_attention")
-FP8_OPS = (*ATTENTION, "store_kvcache", "rope_store_kvcache")
-"""Ops that take the scales of an fp8 cache."""
-
-
-def i32(*values) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def i64(*values) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64)
-
-
-def kv(*shape: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """Both caches of a shape."""
-    return {"k_cache": zeros(*shape, dtype=dtype), "v_cache": zeros(*shape, dtype=dtype)}
 
 
 def tensors_of(*values: object) -> list[torch.Tensor]:
@@ -58,25 +44,6 @@ def function(op: str) -> Callable:
 
 _TINY = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16, "block_size": 4, "num_tokens": 4}
 _TINY |= {"num_positions": 9, "padded": False, "dtype": torch.float32}
-_SEQS = {"spare_blocks": 1, "table_width": 2, "options": {"return_lse": False}}
-_SIZES = {
-    "paged_decode_attention": {"context_lens": (7, 8), **_SEQS},
-    "paged_prefill_attention": {"context_lens": (7, 8), "query_lens": (1, 1), **_SEQS},
-    "shared_prefix_decode_attention": {
-        "context_lens": (3, 4), "prefix_lens": (4, 2), "group_sizes": (1, 1), **_SEQS
-    },
-    "paged_mla_decode_attention": {"context_lens": (7, 8), **_SEQS},
-    "concat_and_cache_mla": {"spare_blocks": 4},
-    "store_kvcache": {"spare_blocks": 4},
-    "rope_store_kvcache": {"spare_blocks": 4},
-    "add_rms_norm": {"width": 48},
-    "gated_activation": {"width": 48},
-    "merge_attention_states": {"num_q_heads": 2},
-    "slot_mapping_from_positions": {"context_lens": (1, 1)},
-    "sample_tokens": {"num_tokens": 2, "vocab_size": 9, "features": ("min_p", "top_k", "top_p")},
-    "copy_blocks": {"num_pairs": 1, "num_layers": 1, "num_kv_heads": 1, "block_size": 1},
-    "swap_blocks": {"num_pairs": 1, "num_layers": 1, "spare_blocks": 4},
-}  # fmt: skip
 
 
 def good_call(op: str, **changes: object) -> dict[str, object]:
@@ -88,7 +55,7 @@ def good_call(op: str, **changes: object) -> dict[str, object]:
         lens = {"cu_seqlens_q": i32(0, 2, 5), "cu_seqlens_k": i32(0, 3, 7)}
         keys = {"q": ones(5, 4, 16), "k": zeros(7, 2, 16), "v": zeros(7, 2, 16)}
         return {**keys, **lens, "max_seqlen_q": 3, "max_seqlen_k": 4}
-    call = make_case(op, **_TINY | _SIZES.get(op, {}) | changes).inputs
+    call = make_case(op, **_TINY | {**OPS[op].tiny} | changes).inputs
     if op in ATTENTION:
         call["out"] = zeros(2, 4, 16)
     if op == "swap_blocks":  # one plane

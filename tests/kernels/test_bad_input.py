@@ -15,41 +15,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from op_calls import ATTENTION, FP8_OPS, copied, function, good_call, i32, i64, kv, on_device, same
+from op_calls import ATTENTION, copied, function, good_call, on_device, same
 from torch import ones, zeros
 
 from kernels import checks, paged_decode_attention, store_kvcache
 from kernels.fp8_cache import FP8_DTYPE
 from kernels.launch import remembered
-from kernels.testing.cases import CASES, make_case
+from kernels.testing.cases import OPS, make_case
+from kernels.testing.inputs import i32, i64, kv
 
 NEW = ones(2, 3, 2, 16)
 APPEND = {"k": NEW, "v": NEW, "cache_seqlens": 2}
-LAYER = (zeros(5, 4, 2, 16), zeros(5, 4, 2, 16))
-HND = zeros(5, 2, 4, 16).transpose(1, 2)
-NO_SLOTS = ("k_cache: expected block_size of at least 1, got 0", kv(5, 0, 2, 16))
-SAMPLED = ("temperatures", "noise_seeds", "min_ps", "top_ks", "top_ps")
-
-
-def queries(*shape):
-    """A change of q, with output of its shape."""
-    return {"q": zeros(*shape), "out": None}
-
-
-EVERY_ATTENTION_OP = (
-    ("q: expected a positive multiple of num_kv_heads=2 ... got 0", queries(2, 0, 16)),
-    ("q: expected head_dim from 16 to 256, got 8", queries(2, 4, 8) | kv(5, 4, 2, 8)),
-    ("q: expected head_dim from 16 to 256, got 257", queries(2, 4, 257) | kv(5, 4, 2, 257)),
-    NO_SLOTS,
-    (
-        "alibi_slopes: expected shape (num_q_heads=4) or (batch=2, num_q_heads=4), got (3, 4)",
-        {"alibi_slopes": zeros(3, 4)},
-    ),
-)
-BAD_ROTARY = tuple(
-    (f"cos: ... from 2 to head_dim=16, got {2 * n}", {"cos": ones(9, n), "sin": ones(9, n)})
-    for n in (0, 9)
-)
 BAD_SCALES = (
     ("expected a positive finite number, got 0.0", 0.0),
     ("expected a positive finite number, got -1", -1),
@@ -63,6 +39,7 @@ BAD_SCALES = (
     ("expected a contiguous last dimension", ones(4)[::2]),
     ("expected a tensor on ... got one on meta", torch.ones(2, device="meta")),
 )
+FP8_OPS = [op for op in OPS if "k_scale" in inspect.signature(function(op)).parameters]
 FP8_CACHE = kv(5, 4, 2, 16, dtype=FP8_DTYPE)
 EVERY_FP8_OP = (
     *[
@@ -77,64 +54,7 @@ EVERY_FP8_OP = (
     ],
 )
 BAD_CALLS = {
-    **dict.fromkeys(ATTENTION, ()),
-    "store_kvcache": (
-        ("value: expected dtype torch.fl...16, got", FP8_CACHE | {"key": zeros(4, 2, 16).half()}),
-        NO_SLOTS,
-    ),
-    "rope_store_kvcache": (NO_SLOTS, *BAD_ROTARY),
-    "add_rms_norm": (
-        ("residual: ...num_tokens=4, hidden_size=48), got (4, 1)", {"residual": zeros(4, 1)}),
-        (
-            "x: expected hidden_size from 0 to 32768, got 40000",
-            {"x": ones(1, 40000), "residual": None, "weight": ones(40000)},
-        ),
-    ),
-    "gated_activation": (
-        ("activation: expected silu or gelu_pytorch_tanh, got 'relu'", {"activation": "relu"}),
-        ("activation: expected silu or gelu_pytorch_tanh, got None", {"activation": None}),
-    ),
-    "apply_rotary_embedding": BAD_ROTARY,
-    "concat_and_cache_mla": (),
-    "paged_mla_decode_attention": (
-        ("head_dim_v: expected a number from 16 to 512, got 8", {"head_dim_v": 8}),
-        ("head_dim_v: ...leaves 16, 32 or 64 of latent_dim=80, got 32", {"head_dim_v": 32}),
-        ("head_dim_v: expected a power of two ...got 48", {"head_dim_v": 48}),
-        ("latent_cache: expected dtype", {"latent_cache": zeros(5, 4, 80, dtype=FP8_DTYPE)}),
-        ("q: expected num_heads of at least 1, got 0", {"q": zeros(2, 0, 80)}),
-        ("out: expected shape (..., head_dim_v=64), got (2, 4, 80)", {"out": zeros(2, 4, 80)}),
-    ),
-    "merge_attention_states": (),
-    "slot_mapping_from_positions": (),
-    "sample_tokens": (
-        ("logits: expected vocab_size from 1 to 4194304, got 0", {"logits": ones(2, 0)}),
-        ("noise_seeds: expected temperatures and noise_seeds together", {"noise_seeds": None}),
-        ("noise_seeds: expected temperatures and noise_seeds together", {"temperatures": None}),
-        *(
-            (f"{name}: expected with temp", {one: None for one in SAMPLED if one != name})
-            for name in SAMPLED[2:]
-        ),
-    ),
-    "copy_blocks": (
-        (
-            "caches: ...(2, num_layers, ...got (3, 1, 5, 4, 2, 16)",
-            {"caches": zeros(3, 1, 5, 4, 2, 16)},
-        ),
-        ("caches: expected one tensor ... got list of 0 layers", {"caches": []}),
-        ("caches: ...got list of 1 layers of [3] tensors", {"caches": [(*LAYER, zeros(1))]}),
-        *[("caches: expected one tensor of six", {"caches": c}) for c in (None, 3, [1, 2], "kv")],
-        *[
-            (f"caches[1][1]: {message}", {"caches": [LAYER, (LAYER[0], plane)]})
-            for message, plane in (
-                ("...num_kv_heads=2...got (5, 4, 1, 16)", zeros(5, 4, 1, 16)),
-                ("...dtype", zeros(5, 4, 2, 16).half()),
-                ("... strides of caches[0][0], (128, 32, 16, 1)", HND),
-            )
-        ],
-    ),
-    "swap_blocks": (
-        ("dst_cache: expected the 4 dimensions of", {"dst_cache": zeros(2, 1, 5, 4, 2, 16)}),
-    ),
+    **{op: record.bad_calls for op, record in OPS.items()},
     "flash_attn_with_kvcache": (
         ("v: expected k and v together", {"k": NEW, "cache_seqlens": 2}),
         ("k: expected k and v together", {"v": NEW, "cache_seqlens": 2}),
@@ -169,46 +89,8 @@ BAD_CALLS = {
         ("dropout_p: only 0 is supported, got 0.1", {"dropout_p": 0.1}),
     ),
 }
-BAD_TABLES = (
-    (
-        "block_tables: 2 columns of block_size 4 hold 8 tokens, but context_lens reaches 9; "
-        "needed are 3 columns",
-        {"context_lens": i32(1, 9)},
-    ),
-    (
-        "block_tables: expected block ids within the context from 0 to 4, got -1 at [0, 0]",
-        {"block_tables": i32([-1, 1], [-1, 3]), "window_size": 5},
-    ),
-)
-BAD_PAIRS = (
-    ("src_to_dst: expected destination blocks of at most ..., got 9", {"src_to_dst": i64([0, 9])}),
-    ("src_to_dst: ...every destination once, got block 2", {"src_to_dst": i64([0, 2], [1, 2])}),
-)
 BAD_HOST_VALUES = {
-    "paged_decode_attention": BAD_TABLES,
-    "paged_mla_decode_attention": BAD_TABLES[:1],
-    "paged_prefill_attention": (
-        *BAD_TABLES,
-        ("cu_seqlens_q: ...0 to at most 2, got [0, 2, 1]", {"cu_seqlens_q": i32(0, 2, 1)}),
-        ("cu_seqlens_q: ...got [1, 1, 2]", {"cu_seqlens_q": i32(1, 1, 2)}),
-        ("cu_seqlens_q: ... at most 2, got [0, 1, 3]", {"cu_seqlens_q": i32(0, 1, 3)}),
-        ("max_seqlen_q: expected at least 1, ..., got 0", {"max_seqlen_q": 0}),
-    ),
-    "shared_prefix_decode_attention": (
-        ("prefix_block_tables: 2 columns ...prefix_lens reaches 99", {"prefix_lens": i32(7, 99)}),
-        ("suffix_block_tables: 2 columns ...suffix_lens reaches 99", {"suffix_lens": i32(1, 99)}),
-        ("group_offsets: ... 0 to batch=2, got [0, 1, 1]", {"group_offsets": i32(0, 1, 1)}),
-        ("group_offsets: expected values that ascend", {"group_offsets": i32(0, 3, 2)}),
-    ),
-    "copy_blocks": (
-        *BAD_PAIRS,
-        (
-            "src_to_dst: ...source of another pair, got block 1;",
-            {"src_to_dst": i64([0, 1], [1, 2])},
-        ),
-        ("src_to_dst: ...source of another pair", {"src_to_dst": i64([3, 4], [4, 3])}),
-    ),
-    "swap_blocks": BAD_PAIRS,
+    **{op: record.bad_values for op, record in OPS.items()},
     "flash_attn_with_kvcache": (
         ("cache_batch_idx: ...cache_seqlens reaches 9", APPEND | {"cache_seqlens": i32(2, 6)}),
         ("cache_batch_idx: ... got 2", {"cache_batch_idx": i32(0, 2)}),
@@ -228,7 +110,7 @@ def listed(table):
 @functools.cache
 def after_a_good_call(op, device):
     """The op, which remembers calls on any device, after its good call."""
-    if op not in CASES:
+    if op not in OPS:
         return function(op)
     remembering = remembered(inspect.unwrap(function(op)))
     remembering(**on_device(good_call(op), device))
@@ -250,7 +132,6 @@ def assert_rejected(op, message, arguments, device, error=ValueError, remembers=
 @pytest.mark.parametrize(
     ("op", "message", "arguments"),
     [
-        *listed(dict.fromkeys(ATTENTION, EVERY_ATTENTION_OP)),
         *listed(dict.fromkeys(FP8_OPS, EVERY_FP8_OP)),
         *listed(BAD_CALLS),
     ],
@@ -260,27 +141,15 @@ def test_bad_input(op, message, arguments, device):
 
 
 OPTIONAL = {
-    **{op: {"alibi_slopes": ones(4), "sinks": ones(4)} for op in ATTENTION},
+    **{op: record.optional for op, record in OPS.items()},
     "flash_attn_with_kvcache": {
         "k": NEW, "v": NEW, "cache_seqlens": i32(1, 2), "cache_leftpad": i32(0, 0),
         "cache_batch_idx": i32(0, 1), "alibi_slopes": ones(4),
     },
     "flash_attn_varlen_func": {"alibi_slopes": ones(4)},
-    "paged_mla_decode_attention": {"out": zeros(2, 4, 64)},
-    "rope_store_kvcache": {"q_norm_weight": ones(16), "k_norm_weight": ones(16)},
 }  # fmt: skip
 FREE_DIMS = {
-    "paged_decode_attention": {("block_tables", 1)},
-    "paged_prefill_attention": {("block_tables", 1)},
-    "shared_prefix_decode_attention": {("prefix_block_tables", 1), ("suffix_block_tables", 1)},
-    "paged_mla_decode_attention": {("block_tables", 1), ("latent_cache", 0), ("latent_cache", 1)},
-    "concat_and_cache_mla": {("latent_cache", 0), ("latent_cache", 1)},
-    "rope_store_kvcache": {("query", 1)},
-    "apply_rotary_embedding": {("x", 1), ("x", 2)},
-    "slot_mapping_from_positions": {("block_tables", 0), ("block_tables", 1)},
-    "sample_tokens": {("logits", 1)},
-    "copy_blocks": {*[("caches", dim) for dim in range(1, 6)], ("src_to_dst", 0)},
-    "swap_blocks": {("src_cache", 0), ("dst_cache", 0), ("src_to_dst", 0)},
+    **{op: record.free_dims for op, record in OPS.items()},
     "flash_attn_with_kvcache": {("q", 1)},
     "flash_attn_varlen_func": {("q", 0)},
 }
@@ -358,36 +227,12 @@ def test_bad_values_in_host_memory(op, message, arguments, device):
     assert_rejected(op, message, arguments, device, remembers=False)
 
 
-ANY, SPLITS = (None, None), (1, 65535)
-SCORES = {"scale": ANY, "softcap": (0, None), "window_size": (1, None), "num_splits": SPLITS}
-SEQUENCES = {"block_tables": (0, 4), "context_lens": (0, None)}
-FLASH_ATTN = {"softmax_scale": ANY, "softcap": (0, None)}
+FLASH_ATTN = {"softmax_scale": (None, None), "softcap": (0, None)}
 RANGES = {
-    "paged_decode_attention": SCORES | SEQUENCES,
-    "paged_prefill_attention": SCORES | SEQUENCES | {"max_seqlen_q": (0, None)},
-    "shared_prefix_decode_attention": SCORES | {
-        "num_prefix_splits": SPLITS, "prefix_block_tables": (0, 4), "prefix_lens": (0, None),
-        "suffix_block_tables": (0, 4), "suffix_lens": (0, None),
-    },
-    "paged_mla_decode_attention": SEQUENCES | {"scale": (0, None), "num_splits": SPLITS},
-    "concat_and_cache_mla": {"slot_mapping": (None, 19)},
-    "store_kvcache": {"slot_mapping": (None, 19)},
-    "rope_store_kvcache": {
-        "slot_mapping": (None, 19), "positions": (0, 8), "norm_eps": (0, None), "norm_offset": ANY
-    },
-    "apply_rotary_embedding": {"positions": (0, 8)},
-    "add_rms_norm": {"eps": (0, None), "offset": ANY},
-    "slot_mapping_from_positions": {
-        "block_size": (1, None), "positions": (None, 11), "seq_ids": (0, 1)
-    },
-    "sample_tokens": {
-        "temperatures": (0, 1e29), "min_ps": (0, 1), "top_ks": (1, None), "top_ps": (0, 1)
-    },
-    "copy_blocks": {"src_to_dst": (None, 4)},
-    "swap_blocks": {"src_to_dst": (None, 4)},
+    **{op: record.ranges for op, record in OPS.items()},
     "flash_attn_with_kvcache": FLASH_ATTN | {"num_splits": (0, 65535)},
     "flash_attn_varlen_func": FLASH_ATTN | {"max_seqlen_q": (0, None)},
-}  # fmt: skip
+}
 """Least and largest value of every number, and of every element of a tensor in host memory."""
 NO_FLOAT = ("1", True, np.bool_(True), np.ones(()), torch.tensor(1.0), [0.1])
 NO_INTEGER = ("2", 2.0, True, np.bool_(True), np.float64(2), torch.tensor(2))
@@ -431,7 +276,7 @@ def test_values(op, name, device):
         assert all(same(called(number(4)), expected) for number in NUMPY_NUMBERS[is_float])
 
 
-WRITTEN = [(op, name) for op in CASES for name in make_case(op, num_layers=1).writes]
+WRITTEN = [(op, name) for op in OPS for name in make_case(op, num_layers=1).writes]
 WRITTEN += [(op, "out") for op in ATTENTION]
 WRITTEN += [("flash_attn_with_kvcache", name) for name in ("k_cache", "v_cache")]
 

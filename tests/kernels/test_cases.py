@@ -6,17 +6,16 @@ import torch
 import kernels
 from kernels import reference
 from kernels.fp8_cache import FP8_DTYPE
-from kernels.testing.cases import CASES, FEATURES, make_case
+from kernels.testing.cases import OPS, make_case
 
 HEADS = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 32}
 
 
 def test_every_op_has_a_case():
-    assert set(CASES) == set(kernels.__all__)
-    assert set(FEATURES) <= set(CASES)
+    assert set(OPS) == set(kernels.__all__)
 
 
-@pytest.mark.parametrize("op", [op for op in CASES if op != "slot_mapping_from_positions"])
+@pytest.mark.parametrize("op", [op for op in OPS if op != "slot_mapping_from_positions"])
 def test_a_wrong_result_is_judged_wrong(op):
     """Results a little off, and of ops that only write: nothing written."""
     case = make_case(op, **HEADS, dtype=torch.float16)
@@ -34,7 +33,7 @@ def test_a_wrong_result_is_judged_wrong(op):
     assert not next(iter(judged.values())).passed
 
 
-FEATURED = [(op, one) for op in FEATURES for one in FEATURES[op]]
+FEATURED = [(op, one) for op, record in OPS.items() for one in record.features]
 FEATURED.remove(("swap_blocks", "in"))  # the two caches change places
 
 

@@ -13,69 +13,41 @@ import pytest
 import kernels
 from kernels.compiled.architectures import ARCHITECTURES
 from kernels.compiled.compile import count_softmax_overlaps, launched_by
-from kernels.compiled.shipped import OPS
 from kernels.primitives import INTERPRETED
+from kernels.testing.cases import OPS
 from kernels.tiles import PROGRAMS_PER_MULTIPROCESSOR, PROGRAMS_THAT_SAMPLE
 
 DECODE, PREFILL = "_paged_decode_kernel", "_paged_prefill_kernel"
 MLA = "_paged_mla_decode_kernel"
 SAMPLE = "_sample_tokens_kernel"
 LAYER = ("add_rms_norm", "gated_activation")
-STORES = ("store_kvcache", "rope_store_kvcache")
-PAGED = ("paged_decode_attention", "paged_prefill_attention")
 MOVES = ("copy_blocks", "swap_blocks", "merge_attention_states")
 MAX_LOCAL_BYTES = {"sm_80": 16, "sm_90": 0, "sm_100": 0}
 """Bytes that a thread may spill. Which kernels do depends on Triton's version."""
 MMA_FAMILY = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05"}
-# (ops, patterns of their configurations): the attention that needs most registers, and a padded
-# head_dim of every other op; on sm_90 also wide and fp8 attention.
-ON_NVIDIA = (
-    (("store_kvcache",), "bf16 d80"),
-    (("paged_decode_attention",), "bf16 d256 g4$|bf16 d128 g4 split features"),
-    (("paged_prefill_attention",), "bf16 d256 .*split"),
-    (MOVES, "d80"),
-    (LAYER, "bf16 h5120$|bf16 h16384|bf16 i18944"),
-    (("rope_store_kvcache",), "bf16 d80 norms|fp8 d256 norms"),
-    (STORES + PAGED, "fp8 d80 g4$|fp8 d80$|fp8 d256 .*b16"),
-    (("sample_tokens",), "bf16 v128256( min_p)?$"),
-    (("paged_mla_decode_attention",), "bf16 16 heads$|bf16 128 heads"),
-)
-ON_SM_90 = (
-    (("paged_decode_attention",), "bf16 d128 g71|fp8 d256"),
-    (("paged_prefill_attention",), "bf16 d128 g4 b16$"),
-)
 
 
 def selected(arch, every):
-    """What is compiled for an architecture: every configuration, or these. Each selection of
-    ``ON_NVIDIA`` is for sm_90 and either sm_80 or sm_100: of decode and prefill that of most
-    registers for both."""
+    """(op, pattern of its configurations) that are compiled for an architecture: every shipped
+    configuration, or those that the ops guard."""
     if every:
-        return tuple(((op,), "") for op in OPS)
-    if arch == "sm_90":
-        return ON_NVIDIA + ON_SM_90
-    turn = ("sm_80", "sm_100").index(arch)
-    return tuple(
-        selection
-        for number, selection in enumerate(ON_NVIDIA)
-        if number % 2 == turn or number in (1, 2)
-    )
+        return [(op, "") for op in OPS]
+    return [(op, record.guarded[arch]) for op, record in OPS.items() if arch in record.guarded]
 
 
 def pytest_generate_tests(metafunc):
     if "rows" in metafunc.fixturenames:
         every = metafunc.config.getoption("--all")
         cases = [(arch, *one) for arch in ARCHITECTURES for one in selected(arch, every)]
-        ids = [f"{arch}-{patterns or ops[0]}" for arch, ops, patterns in cases]
-        metafunc.parametrize("rows", cases, indirect=True, ids=ids)
+        metafunc.parametrize("rows", cases, indirect=True, ids=["-".join(one[:2]) for one in cases])
 
 
 @pytest.fixture
 def rows(request, shipped_resources):
     """Rows of one selection, of which none spills more than MAX_LOCAL_BYTES."""
-    _, ops, patterns = request.param
+    _, op, patterns = request.param
     rows = shipped_resources(*request.param)
-    assert {row["op"] for row in rows} == set(ops)
+    assert {row["op"] for row in rows} == {op}
     for pattern in patterns.split("|"):
         assert any(re.search(pattern, row["config"]) for row in rows), pattern
     for row in rows:

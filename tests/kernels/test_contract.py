@@ -11,7 +11,8 @@ from functools import partial
 
 import pytest
 import torch
-from attention_ops import OPS, ScoreRounding
+from attention_ops import OPS as ATTENTION_OPS
+from attention_ops import ScoreRounding
 from hypothesis import given
 from hypothesis import strategies as st
 from op_calls import copied, labelled, same, tensors_of
@@ -20,18 +21,14 @@ from torch.utils._pytree import tree_map_only
 import kernels
 from kernels import reference
 from kernels.block_layout import CACHE_DTYPES
-from kernels.fp8_cache import FP8_DTYPE
 from kernels.testing.accuracy import bits
-from kernels.testing.cases import CASES, FEATURES, make_case
-from kernels.testing.inputs import LAYOUTS, SCALES
+from kernels.testing.cases import OPS, make_case
+from kernels.testing.op import Lens, Sizes
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
-ATTENTION = {op.op: op for op in OPS.values()}
-MLA = "paged_mla_decode_attention"
-SCORED = (*ATTENTION, MLA)
-EXACT = ("store_kvcache", "slot_mapping_from_positions", "sample_tokens", "copy_blocks")
-EXACT += ("swap_blocks", "concat_and_cache_mla")
-every_op = pytest.mark.parametrize("op", CASES)
+ATTENTION = {op.op: op for op in ATTENTION_OPS.values()}
+SCORED = (*ATTENTION, "paged_mla_decode_attention")
+every_op = pytest.mark.parametrize("op", OPS)
 
 SIZES = {
     "num_tokens": st.integers(0, 40),
@@ -41,54 +38,23 @@ SIZES = {
     "dtype": st.sampled_from(DTYPES),
     "seed": st.integers(0, 2**16),
 }
-"""Sizes that every op has; `MORE_SIZES` has the sizes of single ops."""
-STORE_SIZES = {
-    "kv_dtype": st.sampled_from([None, FP8_DTYPE]),
-    "scales": st.sampled_from(SCALES),
-    "layout": st.sampled_from(LAYOUTS),
-}
-PAIRS = {"num_pairs": st.integers(0, 4), "num_layers": st.integers(1, 3)}
-PAIRS["block_size"] = st.sampled_from([1, 2, 3, 7, 16, 24])  # the largest take several tiles
-ROTARY = {"rotary_dim": st.sampled_from([2, 16, None])}
-MORE_SIZES = {
-    "store_kvcache": STORE_SIZES,
-    # Rounding to fp8 makes an error of a last bit a large one: see test_rope_store_kvcache.py.
-    "rope_store_kvcache": {"layout": STORE_SIZES["layout"]} | ROTARY,
-    "apply_rotary_embedding": ROTARY,
-    "slot_mapping_from_positions": {"context_lens": st.lists(st.integers(0, 300), max_size=4)},
-    "concat_and_cache_mla": {"layout": STORE_SIZES["layout"]},
-    MLA: {
-        "context_lens": st.lists(st.integers(0, 110), max_size=3),
-        "layout": STORE_SIZES["layout"],
-    },
-    "add_rms_norm": {"width": st.sampled_from([1, 7, 64, 100, 1000, 1024, 2560, 5120])},
-    "gated_activation": {"width": st.sampled_from([1, 7, 80, 1024, 2048, 2049, 5000])},
-    "sample_tokens": {"vocab_size": st.integers(1, 4500), "num_tokens": st.integers(1, 3)},
-    "merge_attention_states": {"head_dim": st.sampled_from([0, 1, 16, 33, 80, 128, 256])},
-    "copy_blocks": PAIRS,
-    "swap_blocks": PAIRS,
-    **dict.fromkeys(ATTENTION, STORE_SIZES | {"exponent": st.sampled_from([None, 5, 14, 59])}),
-}
-SCORES = {
-    "scale": st.sampled_from([None, 0.5, -0.2]),
-    "softcap": st.sampled_from([0.0, 0.5, 30.0]),
-    "window_size": st.none() | st.integers(1, 110),
-    "num_splits": st.sampled_from([None, 1, 2, 3, 7]),
-}
-OPTIONS = {
-    "paged_decode_attention": SCORES,
-    "paged_prefill_attention": SCORES | {"causal": st.booleans()},
-    "shared_prefix_decode_attention": SCORES | {"num_prefix_splits": st.sampled_from([None, 1, 3])},
-    MLA: {"scale": st.sampled_from([0.0, 0.07, 0.5]), "num_splits": SCORES["num_splits"]},
-    "add_rms_norm": {"eps": st.sampled_from([0.0, 1e-6, 1e-5, 0.1])},
-}
+"""Sizes that every op has; records have the sizes and arguments of single ops."""
 OTHER_DTYPES = {
     torch.int32: (("positions",), ("slot_mapping",), ("seq_ids",)),
     torch.float32: (("weight",), ("cos", "sin"), ("q_norm_weight", "k_norm_weight")),
     torch.float16: (("cos", "sin"),),
 }
-MAGNITUDES = {"gated_activation": ("gate",), "add_rms_norm": ("x", "residual")}
-MAGNITUDES |= {"merge_attention_states": ("lse_a", "lse_b")}
+
+
+def strategy(values) -> st.SearchStrategy:
+    """Draws what an op's record describes."""
+    if isinstance(values, Lens):
+        return st.lists(st.integers(0, values.longest), max_size=values.most)
+    if isinstance(values, range):
+        return st.integers(values.start, values.stop - 1)
+    ranges = [strategy(one) for one in values if isinstance(one, range)]
+    single = [one for one in values if not isinstance(one, range)]
+    return st.one_of(st.sampled_from(single), *ranges)
 
 
 def relaid(tensor: torch.Tensor, how: str, start: int = 0) -> torch.Tensor:
@@ -136,10 +102,10 @@ def harder(op: str, inputs: dict, draw) -> dict:
         for names in groups:
             if inputs.get(names[0]) is not None and draw(f"{names[0]} in {dtype}", st.booleans()):
                 changed |= {name: inputs[name].to(dtype) for name in names}
-    if op in MAGNITUDES:
+    if OPS[op].scaled:
         largest = [2.0**125] if op == "merge_attention_states" else []
         size = draw("magnitude", st.sampled_from([1e-2, 1.0, 30.0, *largest]))
-        for name in MAGNITUDES[op]:
+        for name in OPS[op].scaled:
             if inputs[name] is not None:
                 changed[name] = inputs[name] * size
     if "slot_mapping" in inputs:
@@ -160,11 +126,12 @@ def harder(op: str, inputs: dict, draw) -> dict:
 @every_op
 def test_matches_reference(op, data, device):
     draw = labelled(data)
-    sizes = {name: draw(name, one) for name, one in (SIZES | MORE_SIZES.get(op, {})).items()}
+    own = {name: strategy(values) for name, values in OPS[op].drawn.items()}
+    sizes = {name: draw(name, one) for name, one in (SIZES | own).items()}
+    options = {name: sizes.pop(name) for name in own if not hasattr(Sizes, name)}
     sizes["num_q_heads"] = sizes["num_kv_heads"] * draw("group", st.sampled_from([1, 2, 3, 5, 8]))
-    features = draw("features", st.sets(st.sampled_from(FEATURES.get(op, ("",)))))
+    features = draw("features", st.sets(st.sampled_from(OPS[op].features or ("",))))
     features -= {"", "norms"} | ({"min_p", "top_k", "top_p"} if "greedy" in features else set())
-    options = {name: draw(name, one) for name, one in OPTIONS.get(op, {}).items()}
     if op in ATTENTION:
         if sizes["exponent"] is not None:  # exact scores
             options["scale"] = math.copysign(0.125, options["scale"] or 1)
@@ -190,7 +157,7 @@ def test_matches_reference(op, data, device):
     for name, result in results.items():
         bound = result.bound + rounding.bounds.get(name, 0.0)
         assert result.error <= bound < math.inf, f"{name}: {result}, bound {bound:.3g}"
-        assert result.error == 0 or op not in EXACT, name
+        assert result.error == 0 or not OPS[op].is_exact, name
     assert_nothing_else_is_written(before, case)
 
 
@@ -238,7 +205,7 @@ SMALL |= {"dtype": torch.float16, "context_lens": (40, 7, 3), "query_lens": (5, 
 SMALL |= {"vocab_size": 9, "width": 64, "first_block": 2, "num_layers": 3}
 FAR = [
     (op, dim, ())
-    for op in CASES
+    for op in OPS
     for dim in range(5 if "blocks" in op else 3 if re.search("cache|bounds|attention$", op) else 1)
 ] + [("copy_blocks", dim, ("list",)) for dim in range(3)]
 
@@ -276,8 +243,8 @@ EDGE = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 33, "rotary_dim": 30, "
 EDGE |= {"num_positions": 3, "spare_blocks": 0, "padded": False, "vocab_size": 2500, "width": 33}
 EDGE |= {"context_lens": (8, 7, 8), "query_lens": (5, 2, 8), "prefix_lens": (8, 3)}
 EDGE |= {"dtype": torch.float32}
-AT_THE_EDGE = [(op, (one,)) for op in FEATURES for one in FEATURES[op]]
-AT_THE_EDGE += [(op, ()) for op in CASES]
+AT_THE_EDGE = [(op, (one,)) for op, record in OPS.items() for one in record.features]
+AT_THE_EDGE += [(op, ()) for op in OPS]
 AT_THE_EDGE += [("rope_store_kvcache", ("norms", "interleaved"))]
 AT_THE_EDGE += [("paged_prefill_attention", ("not causal",))]
 

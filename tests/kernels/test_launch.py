@@ -15,11 +15,11 @@ from triton.runtime.interpreter import GridExecutor
 
 from kernels.launch import launch, on_gpu_of_tensors, remembered
 from kernels.primitives import INTERPRETED
-from kernels.testing.cases import CASES, FEATURES
+from kernels.testing.cases import OPS
 from kernels.tiles import Target, force_target
 
-CONFIGS = [(op, {}) for op in CASES if op not in ("copy_blocks", "swap_blocks")]
-FEATURED = [(op, {"features": (one,)}) for op, _ in CONFIGS for one in FEATURES.get(op, ())]
+CONFIGS = [(op, {}) for op in OPS if op not in ("copy_blocks", "swap_blocks")]
+FEATURED = [(op, {"features": (one,)}) for op, _ in CONFIGS for one in OPS[op].features]
 CONFIGS += [(op, {"options": {"return_lse": True, "num_splits": 2}}) for op in ATTENTION]
 
 

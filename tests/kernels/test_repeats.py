@@ -9,7 +9,8 @@ from op_calls import same
 
 from kernels import add_rms_norm, paged_decode_attention
 from kernels.fp8_cache import FP8_DTYPE
-from kernels.testing.cases import Case, make_case
+from kernels.testing.cases import OPS, make_case
+from kernels.testing.op import Case
 
 ON_GPU = torch.cuda.is_available()
 REPEATS, ROUNDS, SHRINK = (300, 40, 1) if ON_GPU else (1, 2, 20)
@@ -17,14 +18,7 @@ HEADS = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": torch.b
 if not ON_GPU:  # in the interpreter, products of bf16 are wrong
     HEADS |= {"num_q_heads": 2, "num_kv_heads": 1, "dtype": torch.float16}
 FP16_D64 = {"dtype": torch.float16, "head_dim": 64}
-LENS = {
-    "paged_prefill_attention": {"context_lens": (2048, 300, 33), "query_lens": (1024, 300, 1)},
-    "paged_decode_attention": {"context_lens": (5000, 300, 33) * (20 // SHRINK)},
-    "paged_mla_decode_attention": {"context_lens": (5000, 300, 33) * (20 // SHRINK)},
-    "shared_prefix_decode_attention": {
-        "prefix_lens": (3000, 50), "group_sizes": (20, 20), "context_lens": (77,) * (40 // SHRINK)
-    },
-}  # fmt: skip
+REPEATED = [op for op, record in OPS.items() if record.repeated]
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +27,16 @@ def poisoned_memory():
 
 
 def make(op: str, device: torch.device, **sizes: object) -> Case:
-    lens = {name: tuple(-(-n // SHRINK) for n in some) for name, some in LENS[op].items()}
+    """The op at its sizes; without a GPU, with a part of the sequences and of their tokens."""
+    lens = {
+        name: tuple(-(-n // SHRINK) for n in some[:: SHRINK if len(some) > SHRINK else 1])
+        for name, some in OPS[op].repeated.items()
+    }
     return make_case(op, **HEADS | lens | sizes, device=device)
 
 
 @pytest.mark.parametrize("sizes", [{}, {"kv_dtype": FP8_DTYPE}, FP16_D64, {"features": ("split",)}])
-@pytest.mark.parametrize("op", LENS)
+@pytest.mark.parametrize("op", REPEATED)
 def test_repeats_of_a_call_agree(op, sizes, device):
     case = make(op, device, **sizes)
     first = case.call()

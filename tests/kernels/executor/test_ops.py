@@ -20,8 +20,7 @@ from packaging.version import Version
 from kernels import paged_decode_attention
 from kernels.fp8_cache import FP8_DTYPE
 from kernels.launch import remembered
-from kernels.testing.cases import ATTENTION_FEATURES, CASES, FEATURES, make_case
-from kernels.testing.inputs import SCALES
+from kernels.testing.cases import OPS, make_case
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 HEADS = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64, "block_size": 24, "num_tokens": 9}
@@ -29,36 +28,18 @@ FP16, BF16, FP32 = DTYPES = [
     {"dtype": getattr(torch, x)} for x in ("float16", "bfloat16", "float32")
 ]
 FP8 = {**BF16, "kv_dtype": FP8_DTYPE}
-DEEPSEEK = {"num_q_heads": 40, "head_dim": 128, "options": {"num_splits": 2}}
 DECODE, PREFILL, SHARED = ATTENTION
-SIZES = {
-    DECODE: {"context_lens": (70, 5, 0)},
-    PREFILL: {"context_lens": (70, 9), "query_lens": (33, 1), "block_size": 16},
-    SHARED: {"group_sizes": (2, 1), "prefix_lens": (70, 20), "context_lens": (5, 0, 30)},
-    "slot_mapping_from_positions": {"context_lens": (20, 9)},
-    "paged_mla_decode_attention": {"context_lens": (70, 5, 0)},
-    "add_rms_norm": {"width": 1000},
-    "gated_activation": {"width": 2600},
-    "sample_tokens": {"num_tokens": 3},
-}
-STORES = ("store_kvcache", "rope_store_kvcache")
+SIZES = {op: {**record.executed[0]} for op, record in OPS.items()}
 IN_TURN = [
-    (op, {"features": (one,)}) for op in FEATURES for one in FEATURES[op] if op not in ATTENTION
+    (op, {"features": (one,)})
+    for op, record in OPS.items()
+    for one in record.features
+    if op not in ATTENTION
 ]
-IN_TURN += [(op, {**FP8, "scales": form}) for op in STORES for form in SCALES]
-IN_TURN += [
-    (STORES[1], {**FP8, "features": ("norms",)}),
-    (STORES[0], {"head_dim": 80}),
-    ("apply_rotary_embedding", {"head_dim": 80, "rotary_dim": 40}),
-    (STORES[1], {**FP16, "kv_dtype": FP8_DTYPE, "scales": "none", "rotary_dim": 2}),  # setp.f16x2
-    (DECODE, {"head_dim": 255, "num_kv_heads": 1, "block_size": 1, "context_lens": (9,)}),
-    *((PREFILL, {"head_dim": head_dim, "block_size": 7}) for head_dim in (40, 160)),
-    ("add_rms_norm", {"width": 2560}),
-    *[("paged_mla_decode_attention", {**BF16, **DEEPSEEK})] * 3,
-]
+IN_TURN += [(op, sizes) for op, record in OPS.items() for sizes in record.executed[1:]]
 VARIANTS = [
-    {**FP16, "features": ATTENTION_FEATURES},
-    {**FP16, "kv_dtype": FP8_DTYPE, "features": ATTENTION_FEATURES[:-1]},
+    {**FP16, "features": OPS[DECODE].features},
+    {**FP16, "kv_dtype": FP8_DTYPE, "features": OPS[DECODE].features[:-1]},
     {**FP8, "scales": "number", "options": {"num_splits": 2}},
     {**BF16, "layout": "unaligned K", "options": {"num_splits": 2}},
     {**BF16, "layout": "unaligned V", "exponent": 59, "head_dim": 88, "options": {"scale": 0.125}},
@@ -84,11 +65,11 @@ def calls_of(turn: int, step: int = 3) -> list[tuple[str, dict]]:
     first = turn % step
     chosen = [
         (op, {})
-        for number, op in enumerate(CASES)
+        for number, op in enumerate(OPS)
         if number % step == first or op in ON_EVERY_ARCHITECTURE
     ]
     chosen = [
-        (op, DTYPES[(number + turn) % 3] | SIZES.get(op, {}) | sizes)
+        (op, DTYPES[(number + turn) % 3] | SIZES[op] | sizes)
         for number, (op, sizes) in enumerate([*chosen, *IN_TURN[first::step]])
     ]
     return chosen + [
@@ -187,7 +168,7 @@ def test_attention_does_not_depend_on_the_order(request, op):
 
 DECODING_LAYER = (
     ("add_rms_norm", {"features": ("alone",)}),
-    (STORES[1], {}),
+    ("rope_store_kvcache", {}),
     (DECODE, {"context_lens": (40, 9), "options": {"num_splits": 2}}),
     (PREFILL, {"context_lens": (40, 9), "query_lens": (1, 1)}),
     ("gated_activation", {}),

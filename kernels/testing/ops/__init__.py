@@ -1,0 +1,1 @@
+"""Records of the ops, a file per family: see `kernels.testing.op`."""
