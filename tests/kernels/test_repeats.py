@@ -3,10 +3,13 @@
 The GPU repeats calls often at real sizes, the interpreter at tiny ones.
 """
 
+from inspect import signature
+
 import pytest
 import torch
 from op_calls import same
 
+import kernels
 from kernels import add_rms_norm, paged_decode_attention
 from kernels.fp8_cache import FP8_DTYPE
 from kernels.testing.cases import OPS, make_case
@@ -19,6 +22,7 @@ if not ON_GPU:  # in the interpreter, products of bf16 are wrong
     HEADS |= {"num_q_heads": 2, "num_kv_heads": 1, "dtype": torch.float16}
 FP16_D64 = {"dtype": torch.float16, "head_dim": 64}
 REPEATED = [op for op, record in OPS.items() if record.repeated]
+assert [op for op in OPS if "num_splits" in signature(getattr(kernels, op)).parameters] == REPEATED
 
 
 @pytest.fixture(scope="module")

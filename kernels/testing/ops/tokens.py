@@ -151,7 +151,10 @@ OPS = {
         drawn={"context_lens": Lens(300, 4)},
         executed=({"context_lens": (20, 9)},),
         tiny={"context_lens": (1, 1)},
-        ranges={"block_size": (1, None), "positions": (None, 11), "seq_ids": (0, 1)},
+        ranges={
+            "block_size": (1, None), "positions": (None, 11), "seq_ids": (0, 1),
+            "block_tables": (None, None),
+        },
         free_dims=frozenset({("block_tables", 0), ("block_tables", 1)}),
         shipped={"b16": {"context_lens": (128,) * 64}},
     ),
