@@ -51,7 +51,7 @@ POLICIES: dict[str, type[EvictionPolicy]] = {policy.name: policy for policy in _
 """Built-in policies by name."""
 
 
-def make_policy(name: str, **options) -> EvictionPolicy:
+def make_policy(name: str, **options: object) -> EvictionPolicy:
     """Make a policy from its name, or from ``"path/to/file.py:ClassName"``.
 
     ``options`` are the arguments of the class.  Raises ValueError that names the policy for an
@@ -85,7 +85,7 @@ def make_policy(name: str, **options) -> EvictionPolicy:
         raise ValueError(f"policy {name!r} cannot be made: {what}{error}") from error
 
 
-def as_policy(policy: str | EvictionPolicy, **options) -> EvictionPolicy:
+def as_policy(policy: str | EvictionPolicy, **options: object) -> EvictionPolicy:
     """Return ``make_policy(policy, **options)`` for a name, or a policy object itself.
 
     Raises ValueError for anything else, and for options together with a policy object.

@@ -71,7 +71,7 @@ class EvictionPolicy(abc.ABC):
     """Whether ``cache.simulate`` may compile the policy.  True for a class of this package and for
     a subclass that overrides only ``_COMPILED_WITH_A_POLICY``.  Set False to run in Python."""
 
-    def __init_subclass__(cls, **options) -> None:
+    def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
         if "name" not in vars(cls):
             cls.name = cls.__name__

@@ -71,7 +71,7 @@ class ClassPolicy(EvictionPolicy):
     ghost_ratio: float = 16.0
     """Number of evicted contents that are remembered, as a multiple of the capacity."""
 
-    def __init_subclass__(cls, **options) -> None:
+    def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
         for name in ("classify", "learn"):
             if inspect.isfunction(vars(cls).get(name)):

@@ -88,7 +88,7 @@ class PriorityPolicy(EvictionPolicy):
 
     _own: np.record | None = None
 
-    def __init_subclass__(cls, **options) -> None:
+    def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
         priority = vars(cls).get("priority")
         if inspect.isfunction(priority) and "self" not in inspect.signature(priority).parameters:

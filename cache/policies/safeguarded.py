@@ -30,7 +30,7 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
     name = "safeguarded"
 
     def __init__(
-        self, policy: str | EvictionPolicy = "gittins", budget: float = 0.005, **options
+        self, policy: str | EvictionPolicy = "gittins", budget: float = 0.005, **options: object
     ) -> None:
         super().__init__(policy, **options)
         if not 0 <= budget < math.inf:

@@ -12,7 +12,7 @@ class WrappingPolicy(EvictionPolicy):
     defines ``pin``, ``release`` and ``evict``.  A class with several bases lists this class first.
     """
 
-    def __init__(self, policy: str | EvictionPolicy = "lru", **options) -> None:
+    def __init__(self, policy: str | EvictionPolicy = "lru", **options: object) -> None:
         from cache.policies import as_policy
 
         self.policy = as_policy(policy, **options)

@@ -12,12 +12,14 @@ This module reads files; ``cache.traces.trace`` checks requests.
 
 import contextlib
 import csv
+import gzip
 import itertools
 import json
 import math
 import os
 import re
 import reprlib
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
@@ -45,7 +47,7 @@ _EPOCH = datetime.fromtimestamp(0, UTC)
 class TraceError(ValueError):
     """A trace file that cannot be read: ``path``, ``line`` (from 1) and ``reason``."""
 
-    def __init__(self, path: str | os.PathLike, line: int, reason: str):
+    def __init__(self, path: str | os.PathLike, line: int, reason: str) -> None:
         super().__init__(path, line, reason)
         self.path, self.line, self.reason = path, line, reason
 
@@ -108,9 +110,6 @@ def _chunks(path: Path, compression: str | None) -> Iterator[bytes]:
         if compression == ".zst":
             yield from _zstandard_chunks(file)
             return
-        import gzip
-        import zlib
-
         try:
             stream = gzip.GzipFile(fileobj=file) if compression else file
             while chunk := stream.read(1 << 20):
@@ -150,7 +149,7 @@ class RecordParser:
     unknown field, and for columns without times or without prompts.
     """
 
-    def __init__(self, file_format: str | None, columns: str | Mapping[str, str | int]):
+    def __init__(self, file_format: str | None, columns: str | Mapping[str, str | int]) -> None:
         self._format = file_format
         self.since_first = file_format == ".csv"
         self._columns = _column_map(columns)
@@ -286,10 +285,10 @@ def _known_extensions(formats: tuple[str, ...]) -> str:
     return ", ".join(form + compression for form in formats for compression in ("", *COMPRESSIONS))
 
 
-def _compressed(file: BinaryIO, compression: str | None):
+def _compressed(
+    file: BinaryIO, compression: str | None
+) -> contextlib.AbstractContextManager[gzip.GzipFile | BinaryIO]:
     if compression == ".gz":
-        import gzip
-
         return gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0)
     if compression == ".zst":
         import zstandard

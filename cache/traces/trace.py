@@ -254,7 +254,7 @@ class Trace:
     def __getitem__(self, index: int) -> TraceRequest: ...
     @overload
     def __getitem__(self, index: slice) -> Trace: ...
-    def __getitem__(self, index):
+    def __getitem__(self, index: int | slice) -> TraceRequest | Trace:
         if isinstance(index, slice):
             return self.take(range(*index.indices(len(self))))
         index = range(len(self))[index]
@@ -505,7 +505,7 @@ def placed(error: Callable[[Any, str], ValueError], place: Any) -> Iterator[None
         raise error(place, str(reason)) from None
 
 
-def _ids(values) -> Sequence[int]:
+def _ids(values: Any) -> Sequence[int]:
     if hasattr(values, "tolist"):
         values = values.tolist()
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):

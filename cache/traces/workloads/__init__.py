@@ -31,7 +31,7 @@ def make_workload(
     seed: int = 0,
     block_size: int | None = None,
     num_requests: int | None = None,
-    **options,
+    **options: object,
 ) -> Trace:
     """Generate the synthetic workload ``name``.  Same arguments, same trace, on every machine.
 

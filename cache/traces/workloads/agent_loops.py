@@ -1,5 +1,6 @@
 """Coding agents: long contexts that grow with every tool call, in many short steps."""
 
+from collections.abc import Generator
 from functools import partial
 
 from cache.traces.workloads import draws, options
@@ -64,15 +65,17 @@ def agent_loops(
         space.extended(space.empty, tokens(sessions_rng, system_tokens)) for _ in range(num_agents)
     ]
 
-    def session(arrival_ms: int):
+    def session(arrival_ms: int) -> options.Requests:
         # Each session has its own generator, so its steps do not depend on other sessions.
         (rng,) = sessions_rng.spawn(1)
         system_prompt = system_prompts[popularity.draw(rng)]
         yield from agent(rng, arrival_ms, system_prompt, mean_steps, subagent_probability)
 
-    def agent(rng, now: float, system_prompt: Prompt, mean_steps: float, spawns: float):
+    def agent(
+        rng: draws.Rng, now: float, system: Prompt, mean_steps: float, spawns: float
+    ) -> Generator[tuple[int, Prompt, int], None, tuple[float, int]]:
         """Yield the requests of one agent.  Returns its end time and the length of its answer."""
-        prompt = task = space.extended(system_prompt, tokens(rng, task_tokens))
+        prompt = task = space.extended(system, tokens(rng, task_tokens))
         while True:
             output_length = tokens(rng, output_tokens)
             if prompt.num_tokens + output_length > max_context_tokens and prompt is not task:
@@ -83,9 +86,7 @@ def agent_loops(
                 return now, output_length
             prompt = space.extended(prompt, output_length)
             if rng.random() < spawns:
-                now, result_length = yield from agent(
-                    rng, now, system_prompt, mean_subagent_steps, 0
-                )
+                now, result_length = yield from agent(rng, now, system, mean_subagent_steps, 0)
                 prompt = space.extended(prompt, result_length)
                 continue
             prompt = space.extended(prompt, tokens(rng, tool_result_tokens))

@@ -11,25 +11,27 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
 
+Rng: TypeAlias = "np.random.Generator"
 
-def generator(seed: int) -> np.random.Generator:
+
+def generator(seed: int) -> Rng:
     """The random number generator of a workload."""
     import numpy as np
 
     return np.random.Generator(np.random.PCG64(seed))
 
 
-def log_normal(rng: np.random.Generator, median: float, sigma: float) -> float:
+def log_normal(rng: Rng, median: float, sigma: float) -> float:
     """Sample a log-normal value; ``sigma``: standard deviation of its natural logarithm."""
     return median * math.exp(min(sigma * rng.standard_normal(), 600))  # finite in any case
 
 
-def log_normal_tokens(rng: np.random.Generator, median: float, sigma: float) -> int:
+def log_normal_tokens(rng: Rng, median: float, sigma: float) -> int:
     """Sample a log-normal number of tokens, at least 1.  Raises ValueError above 2**24."""
     tokens = log_normal(rng, median, sigma)
     if tokens > 2**24:
@@ -37,7 +39,7 @@ def log_normal_tokens(rng: np.random.Generator, median: float, sigma: float) -> 
     return max(1, round(tokens))
 
 
-def poisson_arrivals_ms(rng: np.random.Generator, rate_per_second: float) -> Iterator[int]:
+def poisson_arrivals_ms(rng: Rng, rate_per_second: float) -> Iterator[int]:
     """Arrival times of an endless Poisson process, in whole milliseconds."""
     now = 0.0
     while True:
@@ -51,7 +53,7 @@ class Zipf:
     Exponent 0 is uniform.  The popularity of web pages and prompts usually has an exponent near 1.
     """
 
-    def __init__(self, size: int, exponent: float):
+    def __init__(self, size: int, exponent: float) -> None:
         self._exponent = exponent
         weights = ((rank + 1) ** -exponent for rank in range(size))
         self._cumulative = list(itertools.accumulate(weights))
@@ -59,7 +61,7 @@ class Zipf:
     def draw(self, rng: np.random.Generator) -> int:
         return bisect.bisect_right(self._cumulative, rng.random() * self._cumulative[-1])
 
-    def draw_distinct(self, rng: np.random.Generator, count: int) -> list[int]:
+    def draw_distinct(self, rng: Rng, count: int) -> list[int]:
         """``count`` different ranks, sampled without replacement, in random order."""
         import numpy as np
 

@@ -54,7 +54,7 @@ def multi_turn_chat(
         for _ in range(num_system_prompts)
     ]
 
-    def conversation(arrival_ms: float):
+    def conversation(arrival_ms: float) -> options.Requests:
         # Each conversation has its own generator, so turns do not depend on other conversations.
         (rng,) = sessions_rng.spawn(1)
         prompt = system_prompts[popularity.draw(rng)]

@@ -5,7 +5,7 @@ import inspect
 import numbers
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Annotated
+from typing import Annotated, Any
 
 from cache.checks import shown
 from cache.traces.trace import Trace
@@ -33,7 +33,7 @@ def workload(requests: Callable[..., Requests]) -> Callable[..., Trace]:
     parameters = inspect.signature(requests, eval_str=True).parameters
 
     @functools.wraps(requests)
-    def make(**options) -> Trace:
+    def make(**options: Any) -> Trace:
         unknown = [option for option in options if option not in parameters]
         if unknown:
             raise ValueError(

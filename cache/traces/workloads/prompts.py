@@ -25,7 +25,7 @@ class PromptSpace:
     Parent block and tokens identify a block.  The id of a parent is smaller than its children's.
     """
 
-    def __init__(self, block_size: int):
+    def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.empty = Prompt(0, [], ())
         self._num_texts = 0
