@@ -16,10 +16,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 import kernels
 from kernels import checks, reference
@@ -27,6 +28,18 @@ from models.layers import Rotation, apply_rope
 
 if TYPE_CHECKING:
     from models.decoder import Attention
+
+
+class Scores(TypedDict):
+    """How a layer computes scores: see ``AttentionBackend``."""
+
+    scale: float
+    window_size: int | None
+    softcap: float
+
+
+Gather = tuple[slice, Tensor, Tensor | None]  # sequences, their slots and a mask
+Cache = tuple[Tensor, float | None]  # of keys or values, and its scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +50,14 @@ class AttentionMetadata:
     last of its context_lens[i] tokens.
     """
 
-    slot_mapping: torch.Tensor
+    slot_mapping: Tensor
     """(num_tokens,) int64: block_id * block_size + offset.  Padding rows of a captured graph have a
     negative slot and a context length of 0."""
-    block_tables: torch.Tensor
+    block_tables: Tensor
     """(num_seqs, max_blocks) int32; entries past a sequence's last block may hold anything."""
-    cu_seqlens_q: torch.Tensor
+    cu_seqlens_q: Tensor
     """(num_seqs + 1,) int32: cumulative number of queries, starting at 0."""
-    context_lens: torch.Tensor
+    context_lens: Tensor
     """(num_seqs,) int32: number of tokens of a sequence in the cache, including this batch's."""
     max_seqlen_q: int
     """Largest number of queries of a sequence; 1 when decoding."""
@@ -54,7 +67,7 @@ class AttentionMetadata:
     """Parts of a batch that mixes sequences with one, few and many queries; else empty."""
     groups: tuple[AttentionMetadata, ...] = ()
     """The slots and tables of each group of layers; empty if the model has one group."""
-    gathers: dict[int | None, list[Any]] = field(default_factory=dict, compare=False, repr=False)
+    gathers: dict[int | None, list[Gather]] = field(default_factory=dict, compare=False, repr=False)
     """Slots that a decode batch sees, by window size; layers share them (``TorchBackend``)."""
 
 
@@ -71,16 +84,9 @@ class AttentionBackend:
     cannot, because the host reads lengths."""
 
     def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        rotation: Rotation,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        layer: Attention,
-    ) -> torch.Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation, k_cache: Tensor,
+        v_cache: Tensor, metadata: AttentionMetadata, layer: Attention,
+    ) -> Tensor:  # fmt: skip
         """Returns attention in query's shape.
 
         query: (num_tokens, num_q_heads, head_dim), may be mutated.
@@ -96,10 +102,15 @@ class AttentionBackend:
         """
         raise NotImplementedError
 
-    def _rope_store(self, query, key, value, rotation, caches, metadata, layer, **scales) -> None:
+    def _rope_store(
+        self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation,
+        caches: tuple[Tensor, Tensor], metadata: AttentionMetadata, layer: Attention,
+        **scales: float | None,
+    ) -> None:  # fmt: skip
         """Rotate query in place and store rotated keys, and values, in one launch."""
-        norms, q_norm = {}, layer.q_norm
-        if q_norm is not None:
+        norms: dict[str, Tensor | float] = {}
+        if (q_norm := layer.q_norm) is not None:
+            assert layer.k_norm is not None
             norms = {"q_norm_weight": q_norm.weight, "k_norm_weight": layer.k_norm.weight}
             norms |= {"norm_eps": q_norm.eps, "norm_offset": q_norm.offset}
         angles = rotation.positions, rotation.cos, rotation.sin
@@ -113,7 +124,10 @@ class TritonBackend(AttentionBackend):
     name = "triton"
     captured_multiple = 1
 
-    def __call__(self, query, key, value, rotation, k_cache, v_cache, metadata, layer):
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation, k_cache: Tensor,
+        v_cache: Tensor, metadata: AttentionMetadata, layer: Attention,
+    ) -> Tensor:  # fmt: skip
         caches, scales = (k_cache, v_cache), {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
         self._rope_store(query, key, value, rotation, caches, metadata, layer, **scales)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -160,35 +174,39 @@ class TorchBackend(AttentionBackend):
     ops = reference
     captured_multiple = 0
 
-    def __call__(self, query, key, value, rotation, k_cache, v_cache, metadata, layer):
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation, k_cache: Tensor,
+        v_cache: Tensor, metadata: AttentionMetadata, layer: Attention,
+    ) -> Tensor:  # fmt: skip
         if layer.q_norm is not None:
+            assert layer.k_norm is not None
             query, key = layer.q_norm(query), layer.k_norm(key)
         query, key = (apply_rope(x, *rotation.of_tokens) for x in (query, key))
-        k_scale, v_scale = layer.k_scale, layer.v_scale
-        if k_cache.itemsize == 1:
-            key, value = self.ops.quantise(key, k_scale), self.ops.quantise(value, v_scale)
-        for cache, new in ((k_cache, key), (v_cache, value)):
+        caches = (k_cache, layer.k_scale), (v_cache, layer.v_scale)
+        for (cache, scale), new in zip(caches, (key, value), strict=True):
             if cache.itemsize == 1:  # index_copy_ does not support fp8: copy the bytes
-                cache, new = cache.view(torch.uint8), new.view(torch.uint8)
+                new = self.ops.quantise(new, scale).view(torch.uint8)
+                cache = cache.view(torch.uint8)
             slots = cache.view(-1, *cache.shape[2:])
             slots.index_copy_(0, metadata.slot_mapping, new.to(cache.dtype))
-        caches = (k_cache, k_scale), (v_cache, v_scale)
         limit = math.inf
         if query.device.type == "cpu":
             limit = GATHERED_BYTES // (k_cache[0, 0].numel() * query.itemsize)
         window_size, outs = layer.scores["window_size"], []
         for rows, part in _parts(metadata):
             if part.max_seqlen_q == 1:
-                if window_size not in part.gathers:
-                    gathers = _gathers(part, k_cache.shape[1], window_size, limit)
-                    part.gathers[window_size] = list(gathers)
-                gathers = part.gathers[window_size]
+                if (gathers := part.gathers.get(window_size)) is None:
+                    gathers = list(_gathers(part, k_cache.shape[1], window_size, limit))
+                    part.gathers[window_size] = gathers
                 outs.append(self._decode(query[rows], caches, gathers, **layer.scores))
             else:
                 outs.append(self._prefill(query[rows], caches, part, **layer.scores))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-    def _decode(self, query, caches, gathers, *, window_size, **scores):
+    def _decode(
+        self, query: Tensor, caches: tuple[Cache, Cache], gathers: list[Gather], *,
+        window_size: int | None, **scores: Any,
+    ) -> Tensor:  # fmt: skip
         num_kv_heads, head_dim = caches[0][0].shape[2:]
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         # Query heads of a group are rows of one matrix, so K and V are not copied per head.
@@ -205,7 +223,10 @@ class TorchBackend(AttentionBackend):
             out[some] = attended.reshape(-1, *query.shape[1:])
         return out
 
-    def _prefill(self, query, caches, metadata, *, window_size, **scores):
+    def _prefill(
+        self, query: Tensor, caches: tuple[Cache, Cache], metadata: AttentionMetadata, *,
+        window_size: int | None, **scores: Any,
+    ) -> Tensor:  # fmt: skip
         block_size = caches[0][0].shape[1]
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         starts = metadata.cu_seqlens_q.tolist()
@@ -232,7 +253,7 @@ class TorchBackend(AttentionBackend):
 
 def _gathers(
     metadata: AttentionMetadata, block_size: int, window_size: int | None, limit: float
-) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
+) -> Iterator[Gather]:
     """Cut a decode batch into runs of up to ``limit`` tokens, and find the slots that queries see.
 
     Yields for each run: the slice of its sequences; their slots, (num_seqs, longest); and a mask,
@@ -266,12 +287,8 @@ def padded_runs(lengths: list[int], limit: float) -> Iterator[slice]:
 
 
 def _attend_causally(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    window_size: int | None,
-    **scores: Any,
-) -> torch.Tensor:
+    queries: Tensor, keys: Tensor, values: Tensor, window_size: int | None, **scores: Any
+) -> Tensor:
     """Causal attention of the last positions of a sequence; returns queries' shape.
 
     queries: (1, num_q_heads, num_queries, head_dim).  keys, values: (1, num_kv_heads, num_keys,
@@ -303,14 +320,9 @@ def _attend_causally(
 
 
 def _attend(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    seen: torch.Tensor | None,
-    *,
-    scale: float,
+    queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, *, scale: float,
     softcap: float = 0.0,
-) -> torch.Tensor:
+) -> Tensor:  # fmt: skip
     """Attention to the keys where ``seen`` is True, or to all keys if ``seen`` is None."""
     group = queries.shape[1] // keys.shape[1]
     if not softcap:
@@ -343,7 +355,10 @@ class FlashAttnBackend(AttentionBackend):
                 f"attention_backend='flash_attn' needs the package flash-attn: {error}"
             ) from error
 
-    def __call__(self, query, key, value, rotation, k_cache, v_cache, metadata, layer):
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation, k_cache: Tensor,
+        v_cache: Tensor, metadata: AttentionMetadata, layer: Attention,
+    ) -> Tensor:  # fmt: skip
         options, window_size = layer.scores | {"causal": True}, layer.scores["window_size"]
         options["softmax_scale"] = options.pop("scale")
         options["window_size"] = (-1, -1) if window_size is None else (window_size - 1, 0)
@@ -363,7 +378,9 @@ class FlashAttnBackend(AttentionBackend):
             max_seqlen_q=metadata.max_seqlen_q, max_seqlen_k=metadata.max_context_len, **options,
         )  # fmt: skip
 
-    def _repage(self, k_cache, v_cache, metadata):
+    def _repage(
+        self, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Copy the contexts into pages of page_multiple tokens; returns K, V and the page table."""
         block_size = k_cache.shape[1]
         block_tables = metadata.block_tables.long()

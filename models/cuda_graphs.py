@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from models.attention import AttentionMetadata
 from models.decoder import CausalLM
@@ -26,7 +27,7 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, model: CausalLM, kv_cache: torch.Tensor, *, max_num_seqs: int, max_blocks: int
+        self, model: CausalLM, kv_cache: Tensor, *, max_num_seqs: int, max_blocks: int
     ) -> None:
         device = kv_cache.device
         weight = model.model.embed_tokens.weight
@@ -35,7 +36,7 @@ class DecodeGraphs:
         self.batch_sizes = _batch_sizes(max_num_seqs)
         largest = self.batch_sizes[-1]
 
-        def fixed(shape: tuple[int, ...], dtype: torch.dtype, fill: int = 0) -> torch.Tensor:
+        def fixed(shape: tuple[int, ...], dtype: torch.dtype, fill: int = 0) -> Tensor:
             return torch.full(shape, fill, dtype=dtype, device=device)
 
         self._token_ids = fixed((largest,), torch.int64)
@@ -55,9 +56,7 @@ class DecodeGraphs:
         """Whether the batch only decodes and is small enough."""
         return metadata.max_seqlen_q == 1 and len(metadata.context_lens) <= self.batch_sizes[-1]
 
-    def run(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
-    ) -> torch.Tensor:
+    def run(self, token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Replay a step.  Returns hidden states, (batch, hidden_size), valid until the next run."""
         batch = len(token_ids)
         size = self.batch_sizes[bisect.bisect_left(self.batch_sizes, batch)]

@@ -9,10 +9,10 @@ from functools import partial
 from types import ModuleType
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cache import Group
-from models.attention import AttentionBackend, AttentionMetadata
+from models.attention import AttentionBackend, AttentionMetadata, Scores
 from models.config import ModelConfig
 from models.layers import (
     ColumnParallelLinear,
@@ -56,22 +56,15 @@ class Attention(nn.Module):
         norm = partial(RMSNorm, head_dim, config.rms_norm_eps, backend.ops, offset)
         self.q_norm = norm() if family.qk_norm else None
         self.k_norm = norm() if family.qk_norm else None
-        self.scores = {
-            "scale": config.attention_scale or head_dim**-0.5,
-            "window_size": window,
-            "softcap": config.attention_softcap,
-        }
+        scale, softcap = config.attention_scale or head_dim**-0.5, config.attention_softcap
+        self.scores = Scores(scale=scale, window_size=window, softcap=softcap)
         # Scales of an fp8 cache; `models.weights.load_kv_scales` sets them if they are stored.
         self.k_scale: float | None = None
         self.v_scale: float | None = None
 
     def forward(
-        self,
-        x: torch.Tensor,
-        rotation: Rotation,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-    ) -> torch.Tensor:
+        self, x: Tensor, rotation: Rotation, kv_cache: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
         """x: (num_tokens, hidden_size).  kv_cache: (2, num_blocks, block_size, num_kv_heads,
         head_dim), the part of this layer."""
         query, key, value = (y.unflatten(-1, (-1, self.head_dim)) for y in self.qkv_proj(x))
@@ -95,7 +88,7 @@ class MLP(nn.Module):
         )
         self.down_proj = RowParallelLinear(inner, columns, hidden, bias=config.mlp_bias, tp=tp)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.gated_activation(*self.gate_up_proj(x)))
 
 
@@ -113,7 +106,10 @@ class DecoderLayer(nn.Module):
             self.pre_feedforward_layernorm = _norm(config, backend.ops)
             self.post_feedforward_layernorm = _norm(config, backend.ops)
 
-    def forward(self, x, residual, rotation, kv_cache, metadata):
+    def forward(
+        self, x: Tensor, residual: Tensor | None, rotation: Rotation, kv_cache: Tensor,
+        metadata: AttentionMetadata,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Returns x and residual for the next layer.
 
         x: output of the previous layer.  residual: residual stream; x is added to it in place.  In
@@ -158,7 +154,9 @@ class Decoder(nn.Module):
         if config.family.scaled_embeddings:  # rounded to the model's dtype like in training
             self.embedding_scale = torch.tensor(config.hidden_size**0.5, device="cpu").item()
 
-    def forward(self, token_ids, positions, kv_cache, metadata):
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
         x = self.embed_tokens(token_ids)
         if self.embedding_scale is not None:
             x = x * self.embedding_scale
@@ -191,12 +189,8 @@ class CausalLM(nn.Module):
             self.lm_head = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
 
     def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-    ) -> torch.Tensor:
+        self, token_ids: Tensor, positions: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
         """Hidden states of the new tokens of a batch, sequence by sequence.
 
         token_ids, positions: (num_tokens,) int64.
@@ -218,7 +212,7 @@ class CausalLM(nn.Module):
             for index, layer in enumerate(layers):
                 self.model.group_of_layer[layer] = number, index
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """Logits, (num_rows, vocab_size), of hidden states, (num_rows, hidden_size)."""
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
         logits, cap = head.logits(hidden), self.config.final_softcap

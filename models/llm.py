@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from tqdm import tqdm
@@ -258,7 +258,7 @@ class LLM:
             f"tokens free, max_model_len={self.max_model_len})"
         )
 
-    def __reduce__(self):
+    def __reduce__(self) -> NoReturn:
         raise TypeError(
             "an LLM cannot be copied or pickled: it holds device memory, locks and running "
             "requests; make one with LLM(...) in each process"

@@ -11,6 +11,7 @@ from operator import attrgetter
 
 import numpy as np
 import torch
+from torch import Tensor
 
 import kernels
 from cache.serving.request import ScheduledSequence
@@ -37,7 +38,7 @@ class Drawn:
         tokens: (num_rows,) int64 on the device.  -1: the row of logits is not finite.
     """
 
-    def __init__(self, tokens: torch.Tensor) -> None:
+    def __init__(self, tokens: Tensor) -> None:
         self.tokens = tokens
         self._on_host, self._arrived = tokens, None
         if tokens.is_cuda:
@@ -68,7 +69,7 @@ class Sampler:
         self._device, self._shared = device, random.Random(seed)
 
     def draw(
-        self, logits: torch.Tensor, rows: list[int], sequences: Sequence[ScheduledSequence]
+        self, logits: Tensor, rows: list[int], sequences: Sequence[ScheduledSequence]
     ) -> Drawn:
         """Sample a next token for each sequence, without waiting for the tokens.
 
@@ -89,7 +90,7 @@ class Sampler:
         return Drawn(self(logits, params, seeds))
 
     def topk_logprobs(
-        self, logits: torch.Tensor, row: int, seq: ScheduledSequence, count: int
+        self, logits: Tensor, row: int, seq: ScheduledSequence, count: int
     ) -> list[tuple[float, int]]:
         """The ``count`` most likely next tokens of a sequence: (log p, token), in descending order.
         Empty if the row has a NaN or its largest logit is infinite."""
@@ -99,7 +100,7 @@ class Sampler:
             return []
         return list(zip(values.tolist(), tokens.tolist(), strict=True))
 
-    def logprobs(self, logits: torch.Tensor, row: int, token: int, count: int) -> dict[int, float]:
+    def logprobs(self, logits: Tensor, row: int, token: int, count: int) -> dict[int, float]:
         """log p of ``token`` and of the ``count`` most likely tokens, by token."""
         logprobs = logits[row].float().log_softmax(dim=-1)
         values, tokens = logprobs.topk(min(count, len(logprobs)))
@@ -107,11 +108,8 @@ class Sampler:
         return likeliest | {token: logprobs[token].item()}
 
     def __call__(
-        self,
-        logits: torch.Tensor,
-        params: Sequence[SamplingParams],
-        noise_seeds: Sequence[int | None],
-    ) -> torch.Tensor:
+        self, logits: Tensor, params: Sequence[SamplingParams], noise_seeds: Sequence[int | None]
+    ) -> Tensor:
         """Choose a token for each row.
 
         Args:
@@ -147,8 +145,8 @@ class Sampler:
 
 
 def _with_penalties(
-    logits: torch.Tensor, params: list[SamplingParams], sequences: Sequence[ScheduledSequence]
-) -> torch.Tensor:
+    logits: Tensor, params: list[SamplingParams], sequences: Sequence[ScheduledSequence]
+) -> Tensor:
     """Apply biases, then penalties as in vLLM, and exclude stop tokens before min_tokens.
 
     Does not mutate ``logits``."""

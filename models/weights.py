@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from models.gguf import is_gguf, open_gguf
 from models.layers import CheckpointTensor
@@ -147,9 +147,7 @@ def _weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _read(
-    path: Path, expected: dict[str, CheckpointTensor]
-) -> Iterator[tuple[str, torch.Tensor | None]]:
+def _read(path: Path, expected: dict[str, CheckpointTensor]) -> Iterator[tuple[str, Tensor | None]]:
     """Yield the name and this rank's part of every tensor in a file.  Fused tensors are divided
     into their parts.  For an unexpected tensor yield its name and None."""
     if is_gguf(path):

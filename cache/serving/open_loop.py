@@ -184,10 +184,7 @@ def engine_without_model(
     if not manager.can_chunk:
         max_num_batched_tokens = max(max_num_batched_tokens, max_model_len)
     scheduler = Scheduler(
-        manager,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        **options,
+        manager, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, **options
     )
     model = NoModel()
     return Engine(scheduler, model, model, max_model_len=max_model_len)
