@@ -16,13 +16,13 @@ from cache.policies.base import UNKNOWN_REQUEST, EvictionPolicy
 from cache.policies.classes import ClassPolicy
 from cache.policies.leaves import LeafPolicy
 from cache.policies.lru import LRU
-from cache.policies.priority import PriorityPolicy
+from cache.policies.priority import BlockHistory, PriorityPolicy
 from cache.policies.queue_informed import QueueInformed
 from cache.policies.queues import QueuePolicy
 from cache.policies.random import Random
 from cache.replay import compiled_classes, compiled_leaves, compiled_queues
 from cache.replay.containers import LINKS, bag, empty_lists, ghosts, heaps, link, unlink
-from cache.replay.operations import ON_DISK, Operations
+from cache.replay.operations import ON_DISK, Array, Compiled, Operations
 from cache.traces.trace import Trace
 
 _NUMBERS = "depth", "accessed", "before", "inserted", "accesses", "priority", "queued"
@@ -53,29 +53,25 @@ def operations_of(policy: EvictionPolicy, trace: Trace, capacity: int) -> Operat
     return None
 
 
-def _nothing(self, block, key, parent, depth):
-    pass
-
-
-def _append_all(self, blocks):
+def _append_all(self: Compiled, blocks: Array) -> None:
     for block in blocks:
         link(self.links, block, len(self.links) - 1)
 
 
-def _take_oldest(self):
+def _take_oldest(self: Compiled) -> int:
     block = self.links[len(self.links) - 1].newer
     unlink(self.links, block)
     return block
 
 
-def _add_all(self, blocks):
+def _add_all(self: Compiled, blocks: Array) -> None:
     for block in blocks:
         self._bag.add(block)
 
 
-_LRU = {"insert": _nothing, "release_many": _append_all, "evict": _take_oldest}
+_LRU = {"release_many": _append_all, "evict": _take_oldest}
 _LRU |= dict.fromkeys(("pin", "remove"), lambda self, block: unlink(self.links, block))
-_RANDOM = {"insert": _nothing, "release_many": _add_all, "evict": lambda self: self._bag.draw()}
+_RANDOM = {"release_many": _add_all, "evict": lambda self: self._bag.draw()}
 _RANDOM |= dict.fromkeys(("pin", "remove"), lambda self, block: self._bag.remove(block))
 
 
@@ -111,7 +107,7 @@ def _of_priority(policy: PriorityPolicy, trace: Trace, capacity: int) -> Operati
 def _methods(priority: Callable[..., float], has_own: bool) -> dict[str, Any]:
     numba.extending.register_jitable(priority)
 
-    def rank(self, history):
+    def rank(self: Compiled, history: BlockHistory) -> float:
         if has_own:
             value = priority(history, self.own)
         else:
@@ -127,7 +123,7 @@ def _methods(priority: Callable[..., float], has_own: bool) -> dict[str, Any]:
     return shared | {function.__name__: function for function in own}
 
 
-def insert(self, block, key, parent, depth):
+def insert(self: Compiled, block: int, key: int, parent: int, depth: int) -> None:
     record = self._records[block]
     if self._ghosts.take(block):
         record.before += record.accesses
@@ -142,29 +138,29 @@ def insert(self, block, key, parent, depth):
         self._children[parent] += 1.0
 
 
-def pin(self, block):
+def pin(self: Compiled, block: int) -> None:
     self._released.remove(block)
 
 
-def release_many(self, blocks):
+def release_many(self: Compiled, blocks: Array) -> None:
     self._time += 1.0
     self.reference = self.offsets[int(self._time) - 1] + len(blocks)
     for block in blocks:
         self._release(block)
 
 
-def _next_use_of(self, block):
+def _next_use_of(self: Compiled, block: int) -> float:
     self.reference -= 1
     return self.next_uses[self.reference] if len(self.next_uses) else np.nan
 
 
-def evict(self):
+def evict(self: Compiled) -> int:
     self._clock, block = self._released.pop()
     self._give_up(block)
     return block
 
 
-def _give_up(self, block):
+def _give_up(self: Compiled, block: int) -> None:
     parent = self._records[block].parent
     if parent >= 0:
         self._children[parent] -= 1.0
@@ -172,7 +168,7 @@ def _give_up(self, block):
 
 
 @numba.njit(cache=ON_DISK)
-def next_uses_of(block_ids, offsets, num_unique, capacity):
+def next_uses_of(block_ids: Array, offsets: Array, num_unique: int, capacity: int) -> Array:
     """For each block reference: number of the next request that uses the block; inf for never.
 
     Only the first ``capacity`` blocks of a request take part in the replay.  Later blocks do not

@@ -6,13 +6,14 @@ are the ends of these lists.
 
 import functools
 from collections.abc import Callable
+from typing import Any, NoReturn
 
 import numba.extending
 import numpy as np
 
 from cache.policies.classes import ClassPolicy, age_bin, bits, worth_at
 from cache.replay.containers import LINKS, empty_lists, ghosts, link, unlink
-from cache.replay.operations import Operations
+from cache.replay.operations import Array, Compiled, Operations
 from cache.traces.trace import Trace
 
 _BLOCK = np.dtype(
@@ -48,16 +49,16 @@ _SHARED = {name: vars(ClassPolicy)[name] for name in ("tell", "remove", "_access
 
 
 @functools.cache
-def _methods(classify, learn, num_classes: int, name: str) -> dict[str, Callable]:
+def _methods(classify: Callable, learn: Callable, num_classes: int, name: str) -> dict[str, Any]:
     numba.extending.register_jitable(classify)
     numba.extending.register_jitable(learn)
     of_class = f"policy {name!r}: classify gave a class beyond 0 to {num_classes - 1}"
     of_worth = f"policy {name!r}: learn gave a worth that is not finite"
 
-    def _refuse_class(self):
+    def _refuse_class(self: Compiled) -> NoReturn:
         raise ValueError(of_class)
 
-    def _refuse_worth(self):
+    def _refuse_worth(self: Compiled) -> NoReturn:
         raise ValueError(of_worth)
 
     own = {
@@ -71,7 +72,7 @@ def _methods(classify, learn, num_classes: int, name: str) -> dict[str, Callable
     return _SHARED | own | {f.__name__: f for f in of_policy + of_containers}
 
 
-def insert(self, block, key, parent, depth):
+def insert(self: Compiled, block: int, key: int, parent: int, depth: int) -> None:
     record = self._blocks[block]
     if self._ghosts.take(block):
         self._gone[record.class_] -= record.weight
@@ -79,32 +80,32 @@ def insert(self, block, key, parent, depth):
         record.uses = 0
 
 
-def pin(self, block):
+def pin(self: Compiled, block: int) -> None:
     self._class = -1
     unlink(self._blocks, block)
 
 
-def release_many(self, blocks):
+def release_many(self: Compiled, blocks: Array) -> None:
     self._class = -1
     self._access(blocks)
 
 
-def evict(self):
+def evict(self: Compiled) -> int:
     block = self._choose()
     self._give_up(block)
     return block
 
 
-def _append(self, class_, block):
+def _append(self: Compiled, class_: int, block: int) -> None:
     link(self._blocks, block, self.first_end + class_)
 
 
-def _oldest(self, class_):
+def _oldest(self: Compiled, class_: int) -> int:
     block = self._blocks[self.first_end + class_].newer
     return block if block < self.first_end else -1
 
 
-def _give_up(self, block):
+def _give_up(self: Compiled, block: int) -> None:
     record = self._blocks[block]
     unlink(self._blocks, block)
     self._gone[record.class_] += record.weight

@@ -16,7 +16,7 @@ from cache.policies.lazy_heap import LazyHeap
 from cache.policies.leaves import LeafPolicy
 from cache.policies.random import Bag
 from cache.replay.containers import LINKS, bag, empty_lists, heaps, link, ordered, unlink
-from cache.replay.operations import Operations
+from cache.replay.operations import Compiled, Operations
 from cache.traces.trace import Trace
 
 _NODE = np.dtype(
@@ -65,7 +65,7 @@ def operations_of(
     return Operations(policy.name, methods | _METHODS, state)
 
 
-def insert(self, block, key, parent, depth):
+def insert(self: Compiled, block: int, key: int, parent: int, depth: int) -> None:
     node = self._nodes[block]
     node.parent, node.depth, node.children, node.value = parent, depth, 0, -1.0
     node.owner, node.time = np.nan, 0.0
@@ -76,13 +76,13 @@ def insert(self, block, key, parent, depth):
     self._inserted(block)
 
 
-def evict(self):
+def evict(self: Compiled) -> int:
     block = self._take()
     self._give_up(block)
     return block
 
 
-def _give_up(self, block):
+def _give_up(self: Compiled, block: int) -> None:
     self._gone(block)
     node = self._nodes[block]
     node.released = node.resident = False
@@ -94,7 +94,7 @@ def _give_up(self, block):
             self._offer(node.parent)
 
 
-def _children(self, block):
+def _children(self: Compiled, block: int) -> list[int]:
     found, at = [], self.siblings[len(self._nodes) + block].newer
     while at < len(self._nodes):
         found.append(at)

@@ -7,11 +7,12 @@ index of its end identifies a list.
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from cache.policies.queues import GhostList, Queue, QueuePolicy
-from cache.replay.operations import Operations
+from cache.replay.operations import Array, Compiled, Operations
 from cache.traces.trace import Trace
 
 _OF_ALL = "older", "newer", "list", "value"
@@ -28,7 +29,7 @@ def operations_of(policy: QueuePolicy, trace: Trace, capacity: int) -> Operation
     num_blocks = trace.num_unique_blocks
     ends: list[int] = []  # capacities of the lists
 
-    def converted(value):
+    def converted(value: Any) -> Any:
         if isinstance(value, Queue | GhostList):
             ends.append(min(getattr(value, "capacity", 0), 2**62))
             return 2 * num_blocks + len(ends) - 1
@@ -53,19 +54,19 @@ def operations_of(policy: QueuePolicy, trace: Trace, capacity: int) -> Operation
     return Operations(policy.name, _METHODS | own, state)
 
 
-def insert(self, block, key, parent, depth):
+def insert(self: Compiled, block: int, key: int, parent: int, depth: int) -> None:
     self.records[block].in_use = self.records[block].is_new = 1
     self._admit(block)
     self.records[block].value = 0
 
 
-def pin(self, block):
+def pin(self: Compiled, block: int) -> None:
     record = self.records[block]
     record.in_use = 1
     self.records[record.list].num_released -= 1
 
 
-def release_many(self, blocks):
+def release_many(self: Compiled, blocks: Array) -> None:
     for block in blocks:
         record = self.records[block]
         record.in_use = 0
@@ -77,18 +78,18 @@ def release_many(self, blocks):
             self._hit(block)
 
 
-def evict(self):
+def evict(self: Compiled) -> int:
     block = self._choose()
     self._remove(block)
     return block
 
 
-def _remove(self, block):
+def _remove(self: Compiled, block: int) -> None:
     self.records[self.records[block].list].num_released -= 1
     self._unlink(block)
 
 
-def _move(self, block, queue):
+def _move(self: Compiled, block: int, queue: int) -> None:
     record = self.records[block]
     is_released = 1 - record.in_use
     if record.list:
@@ -98,7 +99,7 @@ def _move(self, block, queue):
     self.records[queue].num_released += is_released
 
 
-def _oldest(self, queue):
+def _oldest(self: Compiled, queue: int) -> int:
     while True:
         block = self.records[queue].newer
         if not self.records[block].in_use:
@@ -106,7 +107,7 @@ def _oldest(self, queue):
         self._move(block, queue)
 
 
-def _remember(self, ghosts, block, value=1):
+def _remember(self: Compiled, ghosts: int, block: int, value: int = 1) -> None:
     ghost = self.num_blocks + block
     self._link(ghost, ghosts)
     self.records[ghost].value = value
@@ -114,7 +115,7 @@ def _remember(self, ghosts, block, value=1):
         self._forget_oldest(ghosts)
 
 
-def _recall(self, ghosts, key):
+def _recall(self: Compiled, ghosts: int, key: int) -> bool:
     ghost = self.num_blocks + key
     if self.records[ghost].list != ghosts:
         return False
@@ -123,12 +124,12 @@ def _recall(self, ghosts, key):
     return True
 
 
-def _forget_oldest(self, ghosts):
+def _forget_oldest(self: Compiled, ghosts: int) -> None:
     if self.records[ghosts].length:
         self._unlink(self.records[ghosts].newer)
 
 
-def _link(self, at, end):
+def _link(self: Compiled, at: int, end: int) -> None:
     """Make ``at`` the newest record of the list with ``end``."""
     records = self.records
     newest = records[end].older
@@ -137,7 +138,7 @@ def _link(self, at, end):
     records[end].length += 1
 
 
-def _unlink(self, at):
+def _unlink(self: Compiled, at: int) -> None:
     records = self.records
     older, newer = records[at].older, records[at].newer
     records[older].newer, records[newer].older = newer, older

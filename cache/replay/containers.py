@@ -2,15 +2,17 @@
 
 import operator
 import random
+from collections.abc import Callable
 
 import numba
 import numba.extending
 import numpy as np
+from numba import types
 
 from cache.policies.classes import ClassPolicy
 from cache.policies.priority import PriorityPolicy
 from cache.policies.queues import num_ghosts
-from cache.replay.operations import Operations, _Self
+from cache.replay.operations import Array, Compiled, Operations, _Self
 from cache.traces.trace import Trace
 
 LINKS = np.dtype([("older", np.int64), ("newer", np.int64)])
@@ -18,7 +20,7 @@ LINKS = np.dtype([("older", np.int64), ("newer", np.int64)])
 _ENTRY = np.dtype([("priority", np.float64), ("ticket", np.float64), ("item", np.int64)])
 
 
-def empty_lists(count: int, dtype: np.dtype) -> np.ndarray:
+def empty_lists(count: int, dtype: np.dtype) -> Array:
     """Make records with ``LINKS``; each record is the end of an empty list."""
     records = np.zeros(count, dtype)
     records["older"] = records["newer"] = np.arange(count)
@@ -26,7 +28,7 @@ def empty_lists(count: int, dtype: np.dtype) -> np.ndarray:
 
 
 @numba.njit(inline="always")
-def link(records, at, end):
+def link(records: Array, at: int, end: int) -> None:
     """Make ``at`` the newest record of the list with ``end``."""
     newest = records[end].older
     records[at].older, records[at].newer = newest, end
@@ -34,18 +36,18 @@ def link(records, at, end):
 
 
 @numba.njit(inline="always")
-def unlink(records, at):
+def unlink(records: Array, at: int) -> None:
     older, newer = records[at].older, records[at].newer
     records[older].newer, records[newer].older = newer, older
 
 
-@numba.extending.overload(operator.contains)
-def _(container, item):
+@numba.extending.overload(operator.contains, strict=False)  # a lambda has no annotations
+def _(container: types.Type, item: types.Type) -> Callable[..., bool] | None:
     return (lambda container, item: container.has(item)) if isinstance(container, _Self) else None
 
 
-@numba.extending.overload(len)
-def _(container):
+@numba.extending.overload(len, strict=False)
+def _(container: types.Type) -> Callable[..., int] | None:
     return (lambda container: container.size) if isinstance(container, _Self) else None
 
 
@@ -63,38 +65,38 @@ def ghosts(policy: PriorityPolicy | ClassPolicy, trace: Trace, capacity: int) ->
     return Operations("ghosts", _ORDER | {"add": _add_ghost, "take": _take_ghost}, operations.state)
 
 
-def _append(self, key):
+def _append(self: Compiled, key: int) -> None:
     if not self.has(key):
         link(self.links, key, self.end)
         self.size += 1
 
 
-def _take_out(self, key, _default):
+def _take_out(self: Compiled, key: int, _default: None) -> None:
     if self.has(key):
         unlink(self.links, key)
         self.links[key].newer = -1
         self.size -= 1
 
 
-def _take_oldest(self, _last):
+def _take_oldest(self: Compiled, _last: bool) -> tuple[int, None]:
     key = self.links[self.end].newer
     self.pop(key, None)
     return key, None
 
 
-def _move_to_end(self, key):
+def _move_to_end(self: Compiled, key: int) -> None:
     unlink(self.links, key)
     link(self.links, key, self.end)
 
 
-def _add_ghost(self, key):
+def _add_ghost(self: Compiled, key: int) -> None:
     if self.capacity:
         self.setdefault(key)
         if self.size > self.capacity:
             self.popitem(False)
 
 
-def _take_ghost(self, key):
+def _take_ghost(self: Compiled, key: int) -> bool:
     is_here = self.capacity > 0 and self.has(key)
     if is_here:
         self.pop(key, None)
@@ -123,20 +125,20 @@ def bag(trace: Trace, generator: random.Random) -> Operations:
     )
 
 
-def _add(self, item):
+def _add(self: Compiled, item: int) -> None:
     self.position[item] = self.size
     self.items[self.size] = item
     self.size += 1
 
 
-def _remove(self, item):
+def _remove(self: Compiled, item: int) -> None:
     self.size -= 1
     last = self.items[self.size]  # moves to the place of ``item``
     self.items[self.position[item]] = last
     self.position[last] = self.position[item]
 
 
-def _draw(self, _generator=None):
+def _draw(self: Compiled) -> int:
     item = self.items[int(self.draws[self.num_draws] * self.size)]
     self.num_draws += 1
     self.remove(item)
@@ -164,7 +166,7 @@ def heaps(num_items: int, capacity: int, count: int = 1) -> Operations:
     return Operations("heaps", _HEAPS, state)
 
 
-def _push_to(self, item, priority, ticket, heap):
+def _push_to(self: Compiled, item: int, priority: float, ticket: float, heap: int) -> None:
     has_entry = self.tickets[item] == -ticket < 0.0
     ticket = ticket or self.last_ticket + 1.0
     self.tickets[item] = ticket
@@ -187,7 +189,7 @@ def _push_to(self, item, priority, ticket, heap):
     self.tails[heap] += 1
 
 
-def _sink(self, priority, ticket, item, heap):
+def _sink(self: Compiled, priority: float, ticket: float, item: int, heap: int) -> None:
     entries = self.heaps[heap]
     if self.sizes[heap] == len(entries):
         self.sizes[heap] = self.compact(entries, 0, len(entries))
@@ -204,7 +206,7 @@ def _sink(self, priority, ticket, item, heap):
     _set(entries, at, priority, ticket, item)
 
 
-def _compact(self, entries, head, tail):
+def _compact(self: Compiled, entries: Array, head: int, tail: int) -> int:
     """Move the valid entries to the front, in order.  Returns their number."""
     kept = 0
     for at in range(head, tail):
@@ -214,14 +216,14 @@ def _compact(self, entries, head, tail):
     return kept
 
 
-def _counts(self, item, ticket):
+def _counts(self: Compiled, item: int, ticket: float) -> bool:
     """Whether an entry is valid.  Marks the item of an invalid entry as without an entry."""
     if self.tickets[item] == -ticket:
         self.tickets[item] = 0.0
     return self.tickets[item] == ticket
 
 
-def _first(self, heap):
+def _first(self: Compiled, heap: int) -> tuple[float, int]:
     rising, entries = self.rising[heap], self.heaps[heap]
     while True:
         head, size = self.heads[heap], self.sizes[heap]
@@ -240,30 +242,30 @@ def _first(self, heap):
             return np.inf, -1
 
 
-def _pop(self):
+def _pop(self: Compiled) -> tuple[float, int]:
     first = self.first(0)
     self.remove(first[1])
     return first
 
 
-def _leave(self, item):
+def _leave(self: Compiled, item: int) -> None:
     self.tickets[item] = -abs(self.tickets[item])
 
 
 @numba.njit(inline="always")
-def _set(entries, at, priority, ticket, item):
+def _set(entries: Array, at: int, priority: float, ticket: float, item: int) -> None:
     entries[at].priority = priority
     entries[at].ticket = ticket
     entries[at].item = item
 
 
 @numba.njit(inline="always")
-def _before(a, b):
+def _before(a: np.record, b: np.record) -> bool:
     return a.priority < b.priority or (a.priority == b.priority and a.ticket < b.ticket)
 
 
 @numba.njit
-def _sift_down(entries, at, size):
+def _sift_down(entries: Array, at: int, size: int) -> None:
     priority, ticket, item = entries[at].priority, entries[at].ticket, entries[at].item
     while True:
         child = 2 * at + 1

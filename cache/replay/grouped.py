@@ -34,10 +34,12 @@ from cache.blocks.groups import Group, check_retention
 from cache.checks import shown
 from cache.policies.base import EvictionPolicy, check_victims
 from cache.replay.compiled import next_uses_of
-from cache.replay.operations import _KINDS, ON_DISK, _make, request_info
+from cache.replay.operations import _KINDS, ON_DISK, Array, Compiled, Replayed, _make, request_info
 from cache.traces.trace import Trace, _picked
 
 NO_PAGE, NO_CONTENT = -1, -2
+Items = Array | list[int]
+Rows = Array | list[list[int]]
 
 
 def replays_of(
@@ -96,7 +98,7 @@ def _prepare(
 
 
 @numba.extending.register_jitable
-def longest_hit(limit, pages, start, resident, needed):
+def longest_hit(limit: int, pages: Items, start: int, resident: Items, needed: int) -> int:
     """``Group.longest_hit`` for the pages from index ``start``; ``needed`` 0: a full group."""
     run = 0
     if needed == 0:
@@ -117,10 +119,12 @@ def _replay_of(key: str | None) -> Callable:
     """
 
     def replay(
-        state, pages, offsets, boundaries, totals, request_facts, capacity, chunk,
-        needed, is_state, has_state, unseen, always_kept, resident, held, released,
-    ):  # fmt: skip
-        policy = state if key is None else _make(key, state)
+        state: Any, pages: Items, offsets: Items, boundaries: Items, totals: Items,
+        request_facts: Array | list[list[float]], capacity: int, chunk: int,
+        needed: Items, is_state: Items, has_state: bool, unseen: Rows, always_kept: Rows,
+        resident: Items, held: Rows, released: Items,
+    ) -> Replayed:  # fmt: skip
+        policy: Compiled = state if key is None else _make(key, state)
         num_groups, num_requests = len(needed), len(offsets) - 1
         hits, evictions = np.zeros(num_requests, np.int64), np.zeros(num_requests, np.int64)
         starts, first, behind = [0] * num_groups, [0] * num_groups, [0] * num_groups
@@ -213,7 +217,9 @@ def _compile(key: str) -> Any:
     return numba.njit(nogil=True, cache=ON_DISK and _KINDS[key].is_built_in)(replay)
 
 
-def _replay_in_python(prepare: Callable, trace: Trace, policy: EvictionPolicy, capacity: int):
+def _replay_in_python(
+    prepare: Callable, trace: Trace, policy: EvictionPolicy, capacity: int
+) -> Replayed:
     pages, arguments = prepare(trace, capacity)
     lists = (each.tolist() if isinstance(each, np.ndarray) else each for each in arguments)
     replay = _replay_of(None)

@@ -4,7 +4,7 @@
 functions in the same order.  ``cache.replay.compiled`` makes the ``Operations`` of a policy:
 functions that replace its methods, and the initial attributes of ``self``.
 
-The replay calls ``pin``, ``insert``, ``evict`` and ``release_many``, and, if they are defined,
+The replay calls ``pin``, ``evict`` and ``release_many``, and, if they are defined, ``insert``,
 ``look_up``, ``tell`` and ``miss``.  Blocks and keys are the dense ids of the trace.  The parent of
 a first block is -1.  Several blocks are passed as an array.  A method may call other methods of the
 policy, and assign to attributes that are numbers and to items of arrays.  A wrapped policy is an
@@ -27,13 +27,20 @@ import numba
 import numba.extending
 import numpy as np
 from numba import types
-from numba.core import cgutils
-from numba.core.typing.templates import AttributeTemplate
+from numba.core import cgutils, datamodel
+from numba.core.base import BaseContext as Context
+from numba.core.cgutils import ir
+from numba.core.typing.context import BaseContext as TypingContext
+from numba.core.typing.templates import AttributeTemplate, Signature
 from numba.extending import infer_getattr, models
 
 import cache
 from cache.policies.base import RequestInfo
 from cache.traces.trace import Trace
+
+Array = np.ndarray
+Compiled = Any  # ``self`` of a compiled method: the methods and the state of its ``Operations``
+Replayed = tuple[Array, Array]  # hits and evictions of each request
 
 
 class Operations(NamedTuple):
@@ -51,7 +58,7 @@ def replay_of(
     operations_of: Callable[[Trace, int], Operations | None],
     prepare: Callable[[Trace, int], tuple[Trace, tuple]] | None = None,
     compile: Callable[[str], Any] | None = None,
-) -> Callable[[Trace, int], tuple[np.ndarray, np.ndarray]] | None:
+) -> Callable[[Trace, int], Replayed] | None:
     """Make ``replay(trace, capacity)``.  It returns hits and evictions of each request.
 
     ``prepare`` returns the trace that the policy sees, and arguments.  ``compile`` makes the
@@ -63,7 +70,7 @@ def replay_of(
     """
     prepare, compile = prepare or _prepare, compile or _compile
 
-    def replay(trace: Trace, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    def replay(trace: Trace, capacity: int) -> Replayed:
         seen, arguments = prepare(trace, capacity)
         return run(_values(operations_of(seen, capacity)), *arguments)
 
@@ -134,7 +141,7 @@ ON_DISK = _finds_folder()
 
 
 @numba.njit(inline="always")
-def request_info(row, has_ended):
+def request_info(row: Array | list[float], has_ended: bool) -> RequestInfo:
     """``RequestInfo`` of a row of ``Trace.request_facts``, before or after the request's end."""
     end = row[2], row[4], row[5], row[7], row[8]
     if not has_ended:
@@ -143,7 +150,9 @@ def request_info(row, has_ended):
 
 
 def _compile(key: str) -> Any:
-    def run(state, block_ids, offsets, capacity, request_facts, resident):
+    def run(
+        state: tuple, block_ids: Array, offsets: Array, capacity: int, facts: Array, resident: Array
+    ) -> Replayed:
         policy = _make(key, state)
         num_requests = len(offsets) - 1
         hits = np.zeros(num_requests, np.int64)
@@ -158,7 +167,7 @@ def _compile(key: str) -> Any:
             for block in blocks:
                 if resident[block]:
                     policy.pin(block)
-            policy.tell(request_info(request_facts[request], False))
+            policy.tell(request_info(facts[request], False))
             for depth in range(hits[request], len(blocks)):
                 block = blocks[depth]
                 if resident[block]:
@@ -171,7 +180,7 @@ def _compile(key: str) -> Any:
                     evictions[request] += 1
                 resident[block] = True
                 policy.insert(block, block, blocks[depth - 1] if depth else -1, depth)
-            policy.tell(request_info(request_facts[request], True))
+            policy.tell(request_info(facts[request], True))
             policy.release_many(blocks[::-1])
         return hits, evictions
 
@@ -192,7 +201,7 @@ class _Self(types.Type):
 
 
 class _Model(models.PrimitiveModel):
-    def __init__(self, manager, self_type: _Self) -> None:
+    def __init__(self, manager: datamodel.DataModelManager, self_type: _Self) -> None:
         values = manager.lookup(self_type.values).get_value_type()
         super().__init__(manager, self_type, values.as_pointer())
 
@@ -201,16 +210,16 @@ class _Model(models.PrimitiveModel):
 class _Attributes(AttributeTemplate):
     key = _Self
 
-    def generic_resolve(self, self_type, name):  # type: ignore[override]
-        return self_type.attributes.get(name)
+    def generic_resolve(self, of: _Self, name: str) -> types.Type | None:  # type: ignore[override] # numba's is a constant
+        return of.attributes.get(name)
 
 
-def _pointer(builder, self, self_type: _Self, name: str):
+def _pointer(builder: ir.IRBuilder, self: ir.Value, self_type: _Self, name: str) -> ir.Value:
     return cgutils.gep_inbounds(builder, self, 0, list(self_type.attributes).index(name))
 
 
 @numba.extending.lower_getattr_generic(_Self)
-def _(_context, builder, self_type, self, name):
+def _(_: Context, builder: ir.IRBuilder, self_type: _Self, self: ir.Value, name: str) -> ir.Value:
     value, of = builder.load(_pointer(builder, self, self_type, name)), self_type.attributes[name]
     if isinstance(of, types.Array):  # without an owner: skips reference counting
         owner = value.type.elements[0]
@@ -219,26 +228,31 @@ def _(_context, builder, self_type, self, name):
 
 
 @numba.extending.lower_setattr_generic(_Self)
-def _(context, builder, signature, arguments, name):
-    (self_type, of), (self, value) = signature.args, arguments
+def _(context: Context, builder: ir.IRBuilder, call: Signature, values: tuple, name: str) -> None:
+    (self_type, of), (self, value) = call.args, values
     value = context.cast(builder, value, of, self_type.attributes[name])
     builder.store(value, _pointer(builder, self, self_type, name))
 
 
-@numba.extending.intrinsic(prefer_literal=True)
-def _make(_typing_context, key, state):
+_intrinsic: Any = numba.extending.intrinsic(prefer_literal=True)  # callers pass values, not types
+
+
+@_intrinsic
+def _make(_context: TypingContext, key: types.Type, state: types.BaseTuple) -> tuple | None:
     """Make ``self`` of the policy with ``key``.  It lives until the calling function returns."""
     if not isinstance(key, types.StringLiteral):
         return None
     self_type = _KINDS[key.literal_value].self_type(key.literal_value, state)
 
-    def generate(context, builder, signature, arguments):
-        return _store(context, builder, self_type, state, arguments[1])
+    def generate(context: Context, builder: ir.IRBuilder, _: Signature, values: tuple) -> ir.Value:
+        return _store(context, builder, self_type, state, values[1])
 
     return self_type(key, state), generate
 
 
-def _store(context, builder, self_type: _Self, state: Any, values):
+def _store(
+    context: Context, builder: ir.IRBuilder, self_type: _Self, state: Any, values: ir.Value
+) -> ir.Value:
     self = cgutils.alloca_once(builder, context.get_value_type(self_type.values))
     for i, (name, of) in enumerate(self_type.attributes.items()):
         value = builder.extract_value(values, i)
@@ -290,7 +304,8 @@ def _register(name: str, methods: tuple, fields: tuple) -> str:
     return key
 
 
-_OPTIONAL = dict.fromkeys(("look_up", "tell", "miss"), lambda self, _argument: None)
+_OPTIONAL: dict[str, Callable] = dict.fromkeys(("look_up", "tell", "miss"), lambda self, _: None)
+_OPTIONAL["insert"] = lambda self, block, key, parent, depth: None
 
 
 def _with_closure(function: Callable) -> list[Callable]:

@@ -32,6 +32,8 @@ from cache.traces.trace import Trace, load_trace
 if TYPE_CHECKING:
     import numpy as np
 
+    from cache.replay.operations import Replayed  # numba is slow to import
+
 
 _NOT_YET_KNOWN = dict.fromkeys(
     ("output_tokens", "calls_tool", "ends_session", "expected_pause_ms", "pause_spread"), math.nan
@@ -82,7 +84,7 @@ def simulate(
     retention: int | None = None,
     max_num_batched_tokens: int = 8192,
     counted: slice = slice(None),
-    **options,
+    **options: object,
 ) -> SimulationResult:
     """Replay ``trace`` through a pool of ``capacity_blocks`` blocks.
 
@@ -167,7 +169,7 @@ def _hit_tokens(trace: Trace, hits: np.ndarray) -> int | None:
     return int((hits * trace.block_size).clip(max=trace.input_lengths).sum())
 
 
-def _replay_in_python(trace: Trace, policy: EvictionPolicy, capacity: int):
+def _replay_in_python(trace: Trace, policy: EvictionPolicy, capacity: int) -> Replayed:
     import numpy as np
 
     offsets = trace.offsets.tolist()
