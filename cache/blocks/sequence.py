@@ -3,10 +3,12 @@
 import copy
 from array import array
 from collections.abc import Hashable, Iterable
-from typing import NamedTuple, Self
+from types import UnionType
+from typing import NamedTuple, Self, TypeVar
 
 from cache.checks import as_int, shown
 
+Key = TypeVar("Key", bound=str | bytes | int | None)
 ExtraKey = tuple[str | bytes | int, ...]
 """The kind of the key, then its parts: ``("lora", "adapter-7")``."""
 
@@ -167,7 +169,7 @@ def encode_key(part: str | bytes | int) -> bytes:
     return b"%b%d:%b" % (kind, len(payload), payload)
 
 
-def check_key(name: str, value, types):
+def check_key(name: str, value: Key, types: type | UnionType) -> Key:
     """Return ``value``, which is a part of an extra key or None.
 
     Raises ValueError, with the argument's name, if the type is not in ``types`` or the value cannot
@@ -183,7 +185,7 @@ def check_key(name: str, value, types):
     return value
 
 
-def _check_mm_inputs(mm_inputs, num_prompt_tokens: int) -> tuple[MultiModalInput, ...]:
+def _check_mm_inputs(mm_inputs: object, num_prompt_tokens: int) -> tuple[MultiModalInput, ...]:
     if not isinstance(mm_inputs, list | tuple):
         given = shown(mm_inputs)
         raise ValueError(f"mm_inputs={given}: needs a list of (content_hash, offset, length)")
