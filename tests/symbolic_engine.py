@@ -4,7 +4,7 @@ import math
 import random
 import zlib
 
-from cache import Sequence, make_manager
+from cache import MANAGERS, Sequence, make_manager
 from cache.blocks.hashing import BlockHasher
 from cache.serving.engine import Engine
 from cache.serving.request import ScheduledSequence
@@ -197,10 +197,12 @@ def make_engine(
     limits = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
     limits |= {"chunked_prefill": True, "prefill_first": False}
     limits = {name: options.pop(name, default) for name, default in limits.items()}
+    if MANAGERS[manager].can_swap:
+        options["num_cpu_blocks"], num_host_blocks = num_host_blocks, 0
     kv_cache = make_manager(manager, num_blocks=num_blocks, block_size=block_size, **options)
     limits |= {"policy": scheduling, "num_host_blocks": num_host_blocks}
     scheduler = Scheduler(kv_cache, **limits)
-    num_host_blocks = num_host_blocks or kv_cache.num_host_blocks
+    num_host_blocks = num_host_blocks or options.get("num_cpu_blocks") or kv_cache.num_host_blocks
     runner = SymbolicRunner(num_blocks, block_size, num_host_blocks)
     longest = scheduler.longest_sequence(max_model_len)
     tokens = {"vocab_size": VOCAB_SIZE, "eos_token_ids": eos}
@@ -230,7 +232,9 @@ def assert_idle(engine: Engine) -> None:
     assert engine.manager.num_free_blocks == engine.manager.num_blocks
     manager, num_host_blocks = engine.manager, len(engine.runner.host_blocks)
     if manager.tier is None:
-        assert len(engine.scheduler.free_host_blocks) == num_host_blocks
+        cpu = getattr(manager, "cpu", None)  # of a manager that swaps
+        free = cpu.num_free_blocks if cpu else len(engine.scheduler.free_host_blocks)
+        assert free == num_host_blocks
         return
     manager.take_transfers()  # of the last step's blocks
     manager.take_transfers()

@@ -48,7 +48,8 @@ class ScheduledSequence(Sequence):
         pending_row: row of its unknown token among the tokens of the last step, or None.
         block_rows: for the runner: a ``table_version`` and the block tables of that version.
         num_pending_forks: sequences that fork from this one when its prompt is computed.
-        host_blocks: host blocks that hold K/V of its first ``num_host_tokens`` tokens.
+        num_host_tokens: its first tokens whose K/V is swapped out, to ``host_blocks`` or, if this
+            list is empty, to blocks of the manager.
         num_dropped_tokens: tokens whose K/V the last preemption dropped; 0 once computed again.
         cumulative_logprob: sum of log p over the generated tokens; only beam search keeps it.
         logprobs: log p of each generated token, if the request asks for them.

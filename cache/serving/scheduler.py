@@ -78,7 +78,8 @@ class Scheduler:
         manager: owns the blocks; no other scheduler uses it.
         max_num_seqs: most sequences that hold blocks at a time.
         max_num_batched_tokens: most tokens computed in one step.
-        num_host_blocks: blocks of host memory to swap to; 0 to recompute preempted sequences.
+        num_host_blocks: blocks of host memory to swap to; 0 to recompute preempted sequences, and
+            for a manager with ``can_swap``, which swaps to blocks of its own.
         chunked_prefill: compute long prompts over several steps.  Without it, or with a design that
             cannot chunk, no sequence may be longer than max_num_batched_tokens.
         prefill_first: decode only in steps that compute no prompt.
@@ -111,6 +112,11 @@ class Scheduler:
         self.waiting = LazyHeap[ScheduledSequence]()  # by their order
         limit = self.max_num_batched_tokens if self.chunked_prefill else None
         manager.max_in_flight_tokens = limit
+        if num_host_blocks and manager.can_swap:
+            raise ValueError(
+                f"num_host_blocks={num_host_blocks}: manager {manager.name!r} swaps to its own "
+                "num_cpu_blocks; needs 0"
+            )
         if num_host_blocks and manager.tier is not None:
             raise ValueError(
                 f"num_host_blocks={num_host_blocks}: the manager's host_blocks keep the blocks of "
@@ -167,7 +173,7 @@ class Scheduler:
         elif seq.status is Status.WAITING:
             self.manager.on_queued(seq.order)
             self.waiting.remove(seq)
-            if seq.host_blocks:
+            if seq.num_host_tokens:
                 self._drop_host_copy(seq)
             self.manager.drop(seq)
         seq.status = Status.FINISHED
@@ -241,15 +247,18 @@ class Scheduler:
     def _preempt(self, seq: ScheduledSequence, step: Step) -> None:
         """Return ``seq`` to the queue, and swap out its K/V if host memory has room."""
         stats = seq.request.stats
+        seq.num_host_tokens = seq.num_computed_tokens
         num_blocks = -(-seq.num_computed_tokens // self.manager.block_size)
-        if 0 < num_blocks <= len(self.free_host_blocks):
+        if self.manager.can_swap and self.manager.can_swap_out(seq):
+            step.swap_out += self.manager.swap_out(seq)
+        elif 0 < num_blocks <= len(self.free_host_blocks):
             seq.host_blocks = [self.free_host_blocks.pop() for _ in range(num_blocks)]
-            seq.num_host_tokens = seq.num_computed_tokens
-            stats.num_swapped_tokens += seq.num_computed_tokens
             step.swap_out += zip(self.manager.block_table(seq), seq.host_blocks, strict=False)
+            self.manager.free(seq, is_finished=False)
         else:
-            seq.num_dropped_tokens = seq.num_computed_tokens
-        self.manager.free(seq, is_finished=False)
+            seq.num_dropped_tokens, seq.num_host_tokens = seq.num_computed_tokens, 0
+            self.manager.free(seq, is_finished=False)
+        stats.num_swapped_tokens += seq.num_host_tokens
         seq.status = Status.WAITING
         stats.num_preemptions += 1
         self.add(seq)
@@ -283,6 +292,12 @@ class Scheduler:
 
         Returns how many tokens it computes, or None if it has to wait.
         """
+        if seq.num_host_tokens and not seq.host_blocks:  # the manager's own
+            status = self.manager.can_swap_in(seq)
+            if status is not AllocStatus.NEVER:
+                return self._swap_in(seq, step) if status is AllocStatus.OK else None
+            seq.num_dropped_tokens = seq.num_host_tokens
+            self._drop_host_copy(seq)
         try:
             reads = not seq.request.params.skip_reading_prefix_cache
             hit = self.manager.find(seq) if reads else NOTHING
@@ -312,8 +327,21 @@ class Scheduler:
         seq.num_dropped_tokens = 0
         return end - start
 
+    def _swap_in(self, seq: ScheduledSequence, step: Step) -> int:
+        """Let the manager move ``seq`` back; returns the number of tokens that it computes."""
+        loaded = self.manager.swap_in(seq)
+        seq.num_host_tokens = 0
+        count = len(seq.token_ids) - seq.num_computed_tokens
+        if count:  # copies no block of `loaded`: who shared one had its slot first
+            step.copies += self.manager.append(seq)
+        held = {*self.manager.block_table(seq)}  # the new token may have given a block back
+        step.swap_in += [pair for pair in loaded if pair[1] in held]
+        return count
+
     def _drop_host_copy(self, seq: ScheduledSequence) -> None:
         """Free the host blocks of ``seq``; the next step writes them only after they are read."""
+        if not seq.host_blocks:  # the manager's own
+            self.manager.free(seq, is_finished=False)
         self.free_host_blocks += seq.host_blocks
         seq.host_blocks, seq.num_host_tokens = [], 0
 

@@ -23,7 +23,7 @@ from symbolic_engine import (
 from cache import MANAGERS, POLICIES, Group, InterruptedChange, UnsupportedByDesign
 from cache.serving.request import FinishReason, Request, ScheduledSequence
 from cache.serving.sampling_params import SamplingParams
-from cache.serving.scheduler import Step
+from cache.serving.scheduler import Scheduler, Step
 
 CHUNKED = [name for name in sorted(MANAGERS) if MANAGERS[name].can_chunk]
 FORKING = [name for name in sorted(MANAGERS) if MANAGERS[name].can_fork]
@@ -116,6 +116,23 @@ def test_only_what_left_the_cache_is_swapped_in():
     out = sum(len(step.swap_out) for step in engine.runner.steps)
     back = sum(len(step.swap_in) for step in engine.runner.steps)
     assert out > back > 0  # the prompt's blocks stayed with the other request
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_samples_come_back_from_host_memory_of_the_manager(overlap):
+    """Together: one gives the block that it was loaded into back, and the next is loaded there."""
+    engine = make_engine("vllm_v0", 8, 2, num_host_blocks=30, overlap=overlap)
+    params = SamplingParams(n=3, temperature=1, max_tokens=12, ignore_eos=True)
+    prompts = [prompt(length, seed) for seed, length in enumerate((7, 11, 3, 6))]
+    ids, limit = [engine.add(tokens, params) for tokens in prompts], engine.max_model_len
+    done = serve(engine)
+    for request_id, tokens in zip(ids, prompts, strict=True):
+        expected = alone(tokens, params, max_model_len=limit)
+        assert [x.token_ids for x in done[request_id]] == [x.token_ids for x in expected]
+    assert any(step.swap_in for step in engine.runner.steps)
+    assert_idle(engine)
+    with pytest.raises(ValueError, match=r"num_host_blocks=4: manager 'vllm_v0' swaps to its own"):
+        Scheduler(engine.manager, max_num_seqs=1, max_num_batched_tokens=9, num_host_blocks=4)
 
 
 def test_decoding_goes_on_beside_the_chunks_of_a_prompt():
@@ -582,7 +599,7 @@ class RandomServing:
         if scheduler.policy == "priority":
             orders = orders[: len(running)]
         assert orders == sorted(orders), "one has overtaken another"
-        if engine.manager.tier is not None:
+        if engine.manager.tier is not None or engine.manager.can_swap:
             return
         held = sum(len(seq.host_blocks) for seq in sequences)
         assert held + len(scheduler.free_host_blocks) == len(engine.runner.host_blocks)
