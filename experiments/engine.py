@@ -28,6 +28,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 
 import cache
+from cache.managers import manager_class
 from cache.serving.open_loop import engine_without_model
 from cache.serving.sampling_params import SamplingParams
 from cache.serving.scheduler import Scheduler, Step
@@ -212,13 +213,14 @@ def _served(cell: Cell) -> dict[str, Any]:
     llm, limits, prompts, outputs, unique, scale, _ = _prepare(replace(cell, **shared))
     engine, longest, block_size = llm.engine, llm.max_model_len, llm.manager.block_size
     engine.overlap = cell.overlap and block_size > 1  # overlap needs block_size > 1
-    least = (2.0 if cell.manager == "contiguous" else 1.25) * longest
+    reserves = manager_class(spec_of(cell.manager)).reserves
+    least = (2.0 if reserves else 1.25) * longest
     tokens = math.ceil(max(least, unique * cell.pool_percent / 100))
     options: dict[str, Any] = {"num_blocks": -(-tokens // block_size), "block_size": block_size}
-    options |= engine_models.hash_option(cell.manager)
+    options |= engine_models.hash_option(spec_of(cell.manager))
     options |= {"enable_prefix_caching": cell.policy != NO_CACHE}
     options |= {"policy": cell.policy.replace(NO_CACHE, "lru")}
-    if cell.manager == "contiguous":
+    if reserves:
         options |= {"max_model_len": longest, "final_length": attrgetter("max_num_tokens")}
     new_manager = partial(cache.make_manager, spec_of(cell.manager), **options)
     for _ in range(2 if cell.trace and cuda_available() else 1):  # the first run compiles kernels

@@ -78,9 +78,8 @@ def run_cell(cell: SystemCell) -> list[dict[str, Any]]:
     max_model_len = 1 << (_longest(trace) - 1).bit_length()
     num_slots = cell.sequences_in_cache * max_model_len
     sizes = {"num_blocks": num_slots // cell.block_size, "block_size": cell.block_size}
-    if cell.system == "paged":
-        manager = make_manager("paged", **sizes)
-    else:
+    manager = make_manager("paged", **sizes)
+    if cell.system in _RESERVATIONS:
         manager = make_manager(
             "contiguous",
             **sizes,
@@ -189,7 +188,7 @@ def _draw(rows: style.DataFrame) -> style.Figure:
 
 
 def _draw_bars(axis: style.Axes, rows: style.DataFrame) -> None:
-    rows = rows.assign(paged=rows["system"] == "paged")
+    rows = rows.assign(paged=~rows["system"].isin(_RESERVATIONS))
     bars = rows.sort_values(["paged", "block_size"])
     labels = bars["block_size"].astype(str).where(bars["paged"], bars["system"])
     # A gap separates the reservations from the block sizes.

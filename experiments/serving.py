@@ -37,6 +37,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from cache import make_manager
+from cache.managers import manager_class
 from cache.serving import open_loop
 from experiments import style
 from experiments.harness import Axis, Count, Experiment, Natural, Options, Positive, grid, one_of
@@ -51,6 +52,12 @@ SYSTEMS = {
     "vllm_v1": ("paged, prefix shared", style.line(style.BLACK, "D", "dashed")),
 }
 """Labels and lines.  ``paged`` shares blocks only within a request, ``vllm_v1`` also prefixes."""
+_MANAGERS: dict[str, tuple[str, dict[str, Any]]] = {
+    f"contiguous_{reservation}": ("contiguous", {"reservation": reservation})
+    for reservation in ("max", "pow2", "oracle")
+}
+_MANAGERS |= {"paged": ("vllm_v1", {"enable_prefix_caching": False}), "vllm_v1": ("vllm_v1", {})}
+"""Managers of the systems, and options."""
 
 
 @dataclass(frozen=True)
@@ -207,8 +214,8 @@ def serve_load(
     ]
     arrivals = open_loop.poisson_arrivals(rate, count, rng)
     argument, outputs_each = load.sampling
-    if system.startswith("contiguous"):
-        argument = "n"  # samples replace beams: contiguous managers cannot fork
+    if not manager_class(_MANAGERS[system][0]).can_fork:
+        argument = "n"  # samples replace beams
     sampling = {argument: outputs_each}
     return serve(system, clock, prompts, outputs, arrivals, sampling=sampling, **options)
 
@@ -225,15 +232,12 @@ def serve(
 ) -> open_loop.Run:
     """Serve these requests with one manager.  options: options of ``Scheduler``."""
     sizes: dict[str, Any] = {"num_blocks": num_blocks(clock), "block_size": clock.block_size}
-    design, _, reservation = system.partition("_")
-    if design == "contiguous":
-        sizes |= {"reservation": reservation, "max_model_len": _MAX_MODEL_LEN}
+    name, own = _MANAGERS[system]
+    if manager_class(name).reserves:
+        sizes["max_model_len"] = _MAX_MODEL_LEN
         sizes["final_length"] = lambda seq: seq.num_prompt_tokens + seq.request.max_tokens
-        manager = make_manager(design, **sizes)
-    else:
-        manager = make_manager("vllm_v1", **sizes, enable_prefix_caching=system == "vllm_v1")
     engine = open_loop.engine_without_model(
-        manager,
+        make_manager(name, **sizes, **own),
         max_num_seqs=clock.max_num_seqs,
         max_num_batched_tokens=clock.max_num_batched_tokens,
         max_model_len=_MAX_MODEL_LEN + 1,

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from cache import CacheManager, EvictionPolicy, Group, make_manager, num_cpu_blocks, num_gpu_blocks
 from cache.blocks.session_hint import SessionHint
 from cache.checks import at_least, shown, true_or_false
-from cache.managers import TIER_OPTIONS
+from cache.managers import TIER_OPTIONS, manager_class
 from cache.options import Options
 from cache.serving.engine import Engine
 from cache.serving.outputs import RequestOutput, TokenOutput
@@ -160,6 +160,8 @@ class LLMOptions(Options):
         given = self.manager_options or {}
         if not isinstance(given, Mapping):
             raise ValueError(f"manager_options={shown(given)}: needs a mapping")
+        if "num_cpu_blocks" in given:
+            raise ValueError("manager_options: num_cpu_blocks is set by num_host_blocks; give this")
         for name in ("sliding_window", "groups"):
             if given.get(name) is not None:
                 raise ValueError(
@@ -543,7 +545,7 @@ class LLM:
 
 def _groups(asked: LLMOptions, config: ModelConfig) -> tuple[Group, ...]:
     """The groups of layers that get block tables of their own."""
-    if asked.manager == "vllm_v1" and asked.preemption != "swap":
+    if manager_class(asked.manager).can_group and asked.preemption != "swap":
         return config.groups
     return (Group(layers=tuple(range(config.num_layers))),)
 
@@ -597,7 +599,10 @@ def _new_scheduler(
         options["groups"] = groups
     elif groups[0].window is not None:
         options["sliding_window"] = groups[0].window
-    if asked.manager == "contiguous":
+    design = manager_class(asked.manager)
+    if design.can_swap:
+        options["num_cpu_blocks"], num_host_blocks = num_host_blocks, 0
+    if design.reserves:
         longest_run = asked.block_size << max(0, num_blocks.bit_length() - 1)
         # The oracle's reservation: right for sequences that do not stop early.
         final_length = lambda seq: getattr(seq, "max_num_tokens", seq.num_tokens)  # noqa: E731

@@ -251,11 +251,16 @@ class CacheManager(abc.ABC):
     can_fork: bool = False
     """Whether ``fork`` lets two sequences share the blocks of their common prefix."""
     can_swap: bool = False
-    """Whether the design owns host blocks and can move sequences to them."""
+    """Whether the design owns host blocks (``num_cpu_blocks``) and can move sequences to them."""
     can_look_ahead: bool = False
     """Whether a call can also give slots to draft tokens (``num_lookahead_tokens``)."""
     can_reset: bool = False
     """Whether ``reset_prefix_cache`` can drop the cached content."""
+    can_group: bool = False
+    """Whether layers with windows or states can have block tables of their own (``groups``)."""
+    reserves: bool = False
+    """Whether a sequence gets the slots of its final length at once (``max_model_len`` and
+    ``final_length``)."""
 
     groups: tuple[Group, ...] = (Group(),)
     """Groups of layers.  A sequence has a block table for each; most designs have one group."""

@@ -59,6 +59,7 @@ class Contiguous(CacheManager):
 
     name = "contiguous"
     prefix_caching = False
+    reserves = True
     _table_class = _Run
 
     def __init__(

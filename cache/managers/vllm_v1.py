@@ -55,6 +55,7 @@ class VLLMv1(PooledManager):
     can_fork = True
     can_look_ahead = True
     can_reset = True
+    can_group = True
 
     def __init__(
         self,

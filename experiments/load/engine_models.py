@@ -54,7 +54,7 @@ def model_config(name: str) -> ModelConfig:
 
 def hash_option(manager: str) -> dict[str, str]:
     """Select sha256 for a manager that hashes blocks if the package xxhash is missing."""
-    hashes = manager in ("nano_vllm", "vllm_v0", "vllm_v1")
+    hashes = bool(manager_class(manager).own_hash)
     return {"hash_algorithm": "sha256"} if hashes and not importlib.util.find_spec("xxhash") else {}
 
 

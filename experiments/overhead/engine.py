@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 import cache
+from cache.managers import manager_class
 from cache.serving.open_loop import engine_without_model
 from cache.serving.sampling_params import SamplingParams
 from experiments import style
@@ -70,9 +71,10 @@ class _Ours:
         longest = 2 * cell.lengths[1]
         # Contiguous managers reserve powers of two.
         blocks_per_sequence = 1 << (-(-longest // _BLOCK_SIZE) - 1).bit_length()
-        reserved: Any = {"max_model_len": longest} if cell.manager == "contiguous" else {}
+        design = manager_class(spec_of(cell.manager))
+        reserved: Any = {"max_model_len": longest} if design.reserves else {}
         manager = cache.make_manager(
-            spec_of(cell.manager),
+            design,
             block_size=_BLOCK_SIZE,
             # Includes room for watermarks, so that nothing is preempted.
             num_blocks=cell.num_sequences * blocks_per_sequence * 21 // 20 + 1,
