@@ -327,19 +327,6 @@ def check_num_splits(name: str, num_splits: int | None) -> int | None:
     return None if num_splits is None else check_integer(name, num_splits, 1, MAX_GRID_YZ)
 
 
-def check_score_options(
-    scale: float | None, window_size: int | None, softcap: float, num_splits: int | None = None
-) -> tuple[float | None, int | None, float, int | None]:
-    """Check the numeric options of an attention op. Return them as Python numbers."""
-    if scale is not None:
-        scale = check_number("scale", scale)
-    if window_size is not None:
-        what = "None (no window) or a number of tokens"
-        window_size = check_integer("window_size", window_size, 1, what=what)
-    softcap = check_number("softcap", softcap, 0, what="a finite cap (0: off)")
-    return scale, window_size, softcap, check_num_splits("num_splits", num_splits)
-
-
 def check_values(
     name: str,
     values: torch.Tensor | None,

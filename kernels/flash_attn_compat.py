@@ -51,15 +51,16 @@ def _as_integer(name: str, value: Any) -> int:
         raise WrongNumber(f"{name}: expected an integer, got {type(value).__name__}") from None
 
 
-def _window(window_size, causal: bool) -> tuple[int, int]:
-    """Return (left, right). -1 means no limit. For causal attention right is 0."""
+def _visible(window_size: Any, causal: bool) -> dict[str, int | None]:
+    """Return the fields window_size and ahead of `ScoreOptions`."""
     try:
         left, right = (_as_integer("window_size", size) for size in window_size)
     except (TypeError, ValueError):
         raise ValueError(
             f"window_size: expected two integers (left, right), got {window_size!r}"
         ) from None
-    return max(left, -1), 0 if causal else max(right, -1)
+    ahead = 0 if causal else None if right < 0 else right
+    return {"window_size": None if left < 0 else left + 1, "ahead": ahead}
 
 
 def flash_attn_varlen_func(
@@ -110,7 +111,7 @@ def flash_attn_varlen_func(
         *map(_detached, inputs), cu_seqlens_q, cu_seqlens_k,
         _as_integer("max_seqlen_q", max_seqlen_q), _as_integer("max_seqlen_k", max_seqlen_k),
         alibi_slopes, block_table,
-        scale=softmax_scale, window=_window(window_size, causal), softcap=softcap,
+        scale=softmax_scale, softcap=softcap, **_visible(window_size, causal),
         return_lse=return_attn_probs,
     )  # fmt: skip
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
@@ -189,7 +190,7 @@ def flash_attn_with_kvcache(
     out, lse = flash_attn_kvcache(
         _detached(q), k_cache, v_cache, _detached(k), _detached(v), rotary_cos, rotary_sin,
         cache_seqlens, cache_seqlen, cache_batch_idx, cache_leftpad, block_table, alibi_slopes,
-        scale=softmax_scale, window=_window(window_size, causal), softcap=softcap,
+        scale=softmax_scale, softcap=softcap, **_visible(window_size, causal),
         rotary_interleaved=rotary_interleaved,
         num_splits=_as_integer("num_splits", num_splits), return_lse=return_softmax_lse,
     )  # fmt: skip

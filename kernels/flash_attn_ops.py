@@ -6,8 +6,8 @@ its own start slot. Left padding also sets a start slot. A batch of single queri
 decode kernel, any other batch the prefill kernel. The length of such a block is not a constant of
 the kernels, so a cache that grows with every call compiles once.
 
-Arguments have flash-attn's names, with three exceptions. `scale` is softmax_scale. `window` is
-(left, right); -1 means no limit, and right is 0 if causal. Without `return_lse`, the LSE is empty.
+Arguments have flash-attn's names, with three exceptions. `scale` is softmax_scale. `window_size`
+and `ahead` are fields of `ScoreOptions`. Without `return_lse`, the LSE is empty.
 
 While torch.compile or torch.export traces, a call becomes one operator, `torch.ops.pagelab.*`. An
 eager call avoids the dispatcher. The operators are for inference: they have no derivative.
@@ -15,7 +15,7 @@ eager call avoids the dispatcher. The operators are for inference: they have no 
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from kernels.checks import (
     cache_rules,
     check_block_tables,
     check_cu_seqlens,
-    check_score_options,
+    check_num_splits,
     kv_cache_args,
     same_dtype,
 )
@@ -40,6 +40,7 @@ from kernels.launch import on_gpu_of_tensors, remembered
 from kernels.paged_decode_attention import decode_chunking, launch_decode
 from kernels.paged_prefill_attention import launch_prefill
 from kernels.rope_store_kvcache import rope_store_kvcache
+from kernels.score_options import ScoreOptions
 from kernels.slot_mapping_from_positions import slot_mapping_from_positions
 from kernels.store_kvcache import store_kvcache
 
@@ -89,30 +90,29 @@ def _launch_attention(
     block_tables: torch.Tensor | None, cu_seqlens_q: torch.Tensor | None,
     context_lens: torch.Tensor, kv_starts: torch.Tensor | None,
     *,
-    max_seqlen_q: int, window: tuple[int, int], num_splits: int = 0, paged: bool = True,
-    max_seqlen_k: int | None = None, return_lse: bool, **options,
+    max_seqlen_q: int, num_splits: int = 0, paged: bool = True,
+    max_seqlen_k: int | None = None, return_lse: bool, **fields: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return attention of q, (total_q, num_q_heads, head_dim), and LSE, (total_q, num_q_heads).
 
     cu_seqlens_q None: each sequence has one query, keys start at slot 0, block_tables is given.
+    fields: those of `ScoreOptions`, because the layouts of a call's arguments must be visible to
+        `remembered`.
     """
-    left, right = (None if size < 0 else size for size in window)
+    options = ScoreOptions(**fields)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty(q.shape[:2] if return_lse else 0, dtype=torch.float32)
     result = out, lse if return_lse else None
     if cu_seqlens_q is not None:
         launch_prefill(
-            *result, q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens,
-            max_seqlen_q=max_seqlen_q, window=(left, right), kv_starts=kv_starts, paged=paged,
-            num_splits=num_splits or None, max_seqlen_k=max_seqlen_k, **options,
+            *result, q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens, options,
+            max_seqlen_q=max_seqlen_q, num_splits=num_splits or None, max_seqlen_k=max_seqlen_k,
+            kv_starts=kv_starts, paged=paged,
         )  # fmt: skip
     elif q.shape[0] and block_tables is not None:
-        window_size = None if left is None else left + 1
-        plan = decode_chunking(q, k_cache, block_tables, window_size, num_splits or None)
-        launch_decode(
-            *result, q, k_cache, v_cache, block_tables, context_lens,
-            window_size=window_size, k_scale=None, v_scale=None, plan=plan, paged=paged, **options,
-        )  # fmt: skip
+        plan = decode_chunking(q, k_cache, block_tables, options.window_size, num_splits or None)
+        tensors = (q, k_cache, v_cache, block_tables, context_lens)
+        launch_decode(*result, *tensors, options, plan=plan, paged=paged)
     return out, lse
 
 
@@ -120,13 +120,12 @@ _launch_again = remembered(_launch_attention)
 
 
 def _attend(
-    q: torch.Tensor, *args: Any, window: Sequence[int], return_lse: bool, **options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q: torch.Tensor, *args: Any, options: ScoreOptions, return_lse: bool, **sizes: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the results of `_launch_attention`, with flash-attn's +inf as the LSE of a row that
     sees no key."""
     launch = _launch_attention if q.is_cpu else _launch_again
-    left, right = window
-    out, lse = launch(q, *args, window=(left, right), return_lse=return_lse, **options)
+    out, lse = launch(q, *args, return_lse=return_lse, **sizes | vars(options))
     return out, lse.masked_fill_(lse == -math.inf, math.inf) if return_lse else lse
 
 
@@ -165,7 +164,8 @@ def flash_attn_varlen(
     max_seqlen_q: int, max_seqlen_k: int,
     alibi_slopes: torch.Tensor | None, block_table: torch.Tensor | None,
     *,
-    scale: float | None, window: Sequence[int], softcap: float, return_lse: bool,
+    scale: float | None, window_size: int | None, ahead: int | None, softcap: float,
+    return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the output and LSE, (nheads, total_q), of `flash_attn_varlen_func`."""
     q, k, v = map(_contiguous_rows, (q, k, v))
@@ -178,23 +178,21 @@ def flash_attn_varlen(
     batch = sizes.batch
     check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, total=sizes.total_q, max_seqlen=max_seqlen_q)
     check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, total=capacity, max_seqlen=max_seqlen_k)
-    scale, _, softcap, _ = check_score_options(scale, None, softcap)
+    options = ScoreOptions.checked(k, scale, window_size, softcap, alibi_slopes, ahead=ahead)
     context_lens = cu_seqlens_k.diff()
     if block_table is not None:
         check_block_tables(
             block_table, context_lens, k_cache,
             query_lens=cu_seqlens_q.diff() if q.is_cpu else 1,
-            window_size=None if window[0] < 0 else window[0] + 1,
-            names=("block_table", "cu_seqlens_k"),
+            window_size=options.window_size, names=("block_table", "cu_seqlens_k"),
         )  # fmt: skip
     # Then every sequence has one query, because cu_seqlens_q ends at total_q.
     single_queries = max_seqlen_q == 1 and q.shape[0] == batch and block_table is not None
     out, lse = _attend(
         q, k_cache, v_cache, block_table, None if single_queries else cu_seqlens_q, context_lens,
         cu_seqlens_k[:-1] if block_table is None else None,
-        max_seqlen_q=max_seqlen_q, window=window,
-        paged=block_table is not None, max_seqlen_k=None if single_queries else max_seqlen_k,
-        scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, return_lse=return_lse,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=None if single_queries else max_seqlen_k,
+        paged=block_table is not None, options=options, return_lse=return_lse,
     )  # fmt: skip
     return out, _heads_first(lse) if return_lse else lse
 
@@ -216,7 +214,7 @@ def flash_attn_kvcache(
     cache_batch_idx: torch.Tensor | None, cache_leftpad: torch.Tensor | None,
     block_table: torch.Tensor | None, alibi_slopes: torch.Tensor | None,
     *,
-    scale: float | None, window: Sequence[int], softcap: float,
+    scale: float | None, window_size: int | None, ahead: int | None, softcap: float,
     rotary_interleaved: bool, num_splits: int, return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the output and LSE, (batch, nheads, seqlen), of `flash_attn_with_kvcache`.
@@ -234,7 +232,8 @@ def flash_attn_kvcache(
     )  # fmt: skip
     batch, seqlen, device = sizes.batch, sizes.seqlen, q.device
     seqlen_new = 0 if k is None else sizes.seqlen_new
-    scale, _, softcap, _ = check_score_options(scale, None, softcap, num_splits or None)
+    options = ScoreOptions.checked(k_cache, scale, window_size, softcap, alibi_slopes, ahead=ahead)
+    check_num_splits("num_splits", num_splits or None)
 
     paged = block_table is not None
     if block_table is not None:
@@ -263,17 +262,18 @@ def flash_attn_kvcache(
             )
         cache_seqlens = torch.full((batch,), cache_seqlen, dtype=torch.int32, device=device)
     filled = cache_seqlens + seqlen_new if seqlen_new else cache_seqlens
-    left = window[0] if cache_leftpad is None else -1
     check_block_tables(
         tables, filled, k_cache,
-        query_lens=max(seqlen, seqlen_new), window_size=None if left < 0 else left + 1,
+        query_lens=max(seqlen, seqlen_new),
+        window_size=options.window_size if cache_leftpad is None else None,
         names=("block_table" if paged else "cache_batch_idx", "cache_seqlens"),
     )  # fmt: skip
 
     q = q.flatten(0, 1)
     if rotary is not None:
         # Like flash-attn, ignore a window that is as wide as the cache.
-        if any(0 <= limit < capacity for limit in window):
+        limits = (window_size, None if ahead is None else ahead + 1)
+        if any(limit is not None and limit <= capacity for limit in limits):
             positions = _positions(cache_seqlens, seqlen)
         else:
             positions = cache_seqlens.repeat_interleave(seqlen, output_size=batch * seqlen)
@@ -290,17 +290,15 @@ def flash_attn_kvcache(
         if rotary is None:
             store_kvcache(*stored)
         else:
-            options = {"interleaved": rotary_interleaved}
-            rope_store_kvcache(None, *stored, positions, *rotary, **options)
+            rope_store_kvcache(None, *stored, positions, *rotary, interleaved=rotary_interleaved)
     cu_seqlens_q = None
     if seqlen != 1 or cache_leftpad is not None:
         cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=device) * seqlen
     context_lens = filled if cache_leftpad is None else filled - cache_leftpad
     out, lse = _attend(
         q, k_cache, v_cache, tables, cu_seqlens_q, context_lens, cache_leftpad,
-        max_seqlen_q=seqlen, window=window, num_splits=num_splits,
-        paged=paged,
-        scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, return_lse=return_lse,
+        max_seqlen_q=seqlen, num_splits=num_splits, paged=paged,
+        options=options, return_lse=return_lse,
     )  # fmt: skip
     out = out.unflatten(0, (batch, seqlen))
     if return_lse:

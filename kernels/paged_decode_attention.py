@@ -33,7 +33,6 @@ from kernels.fp8_cache import (
     has_value_pairs,
     load_scale,
     queries_for_cache,
-    scale_arguments,
     value_ptrs,
     values_from_cache,
     values_of_pairs,
@@ -56,6 +55,7 @@ from kernels.primitives import (
     score_unit,
     wide_product,
 )
+from kernels.score_options import ScoreOptions
 from kernels.split_states import SplitStates, chunks_of, results_of
 
 _TENSORS = attention_spec(
@@ -305,12 +305,9 @@ def _paged_decode_kernel(
 
 
 def decode_chunking(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    window_size: int | None,
-    num_splits: int | None,
-) -> tuple[tiles.AttentionTile, tiles.Chunking, int]:
+    q: torch.Tensor, k_cache: torch.Tensor, block_tables: torch.Tensor,
+    window_size: int | None, num_splits: int | None,
+) -> tuple[tiles.AttentionTile, tiles.Chunking, int]:  # fmt: skip
     """Return `launch_decode`'s plan: tile, chunking, and the maximum number of chunks that the
     tables allow."""
     num_q_heads, head_dim = q.shape[1:]
@@ -328,11 +325,9 @@ def decode_chunking(
 def launch_decode(
     out: torch.Tensor, lse: torch.Tensor | None,
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
-    block_tables: torch.Tensor, context_lens: torch.Tensor,
+    block_tables: torch.Tensor, context_lens: torch.Tensor, options: ScoreOptions,
     *,
-    scale: float | None, window_size: int | None, softcap: float,
-    alibi_slopes: torch.Tensor | None, sinks: torch.Tensor | None = None,
-    k_scale: Scale, v_scale: Scale, plan: tuple[tiles.AttentionTile, tiles.Chunking, int],
+    plan: tuple[tiles.AttentionTile, tiles.Chunking, int],
     paged: bool = True, states: SplitStates | None = None, first_state: int = 0,
 ) -> None:  # fmt: skip
     """Launch the kernel on checked arguments of `paged_decode_attention`. Further arguments:
@@ -350,32 +345,27 @@ def launch_decode(
     if states is None and num_chunks > 1:
         states = SplitStates.empty(q, num_chunks)
     results = (out, lse, None) if states is None else (states.acc, states.sums, states.counts)
-    scale = head_dim**-0.5 if scale is None else scale
     pieces = batch * num_chunks * num_kv_heads * tiles.cdiv(group_size, tile.tile_m)
     programs = tiles.PROGRAMS_PER_MULTIPROCESSOR * target.num_multiprocessors
     launch(_paged_decode_kernel, (min(pieces, programs),),
         *results, q, cache_argument(k_cache), cache_argument(v_cache), block_tables, context_lens,
-        alibi_slopes, sinks, *scale_arguments(k_scale), *scale_arguments(v_scale),
-        scale, softcap, 0 if window_size is None else window_size,
+        *options.kernel_arguments(), options.window_size or 0,
         batch, chunks.min_tiles, chunks.max_chunks,
         first_state, 0 if states is None else states.sums.shape[2],
         *out.stride()[:2], *q.stride()[:2], *byte_strides(k_cache), *byte_strides(v_cache),
-        block_tables.stride(0),
-        alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
+        block_tables.stride(0), options.alibi_stride,
         NUM_KV_HEADS=num_kv_heads, GROUP_SIZE=group_size,
         HEAD_DIM=head_dim, HEAD_DIM_PADDED=tiles.padded_dim(head_dim),
         BLOCK_SIZE=k_cache.shape[1] if paged else 0,
         TILE_M=tile.tile_m, TILE_N=tile.tile_n,
-        USE_WINDOW=window_size is not None,
-        NEGATIVE_SCALE=scale < 0,
-        HAS_SOFTCAP=softcap > 0, HAS_ALIBI=alibi_slopes is not None,
+        USE_WINDOW=options.window_size is not None, **options.kernel_constants(),
         IS_SPLIT=states is not None,
         PAIRED_VALUES=has_value_pairs(v_cache),
         PRECISION=tile.precision,
         **tiles.decode_options(tile, target), **tiles.pdl_options(q.device),
     )  # fmt: skip
     if states is not None:
-        states.merge_into(out, lse, sinks=sinks)
+        states.merge_into(out, lse, sinks=options.sinks)
 
 
 @op
@@ -430,17 +420,13 @@ def paged_decode_attention(
     sizes = _TENSORS(
         k_cache, v_cache, k_scale, v_scale, q, out, block_tables, context_lens, alibi_slopes, sinks,
     )  # fmt: skip
-    checks.check_scales(k_scale, v_scale, k_cache)
-    scale, window_size, softcap, num_splits = checks.check_score_options(
-        scale, window_size, softcap, num_splits
+    options = ScoreOptions.checked(
+        k_cache, scale, window_size, softcap, alibi_slopes, sinks, k_scale, v_scale
     )
-    checks.check_block_tables(block_tables, context_lens, k_cache, window_size=window_size)
+    num_splits = checks.check_num_splits("num_splits", num_splits)
+    checks.check_block_tables(block_tables, context_lens, k_cache, window_size=options.window_size)
     out, lse = results_of(q, out, return_lse)
     if sizes.batch:
-        launch_decode(
-            out, lse, q, k_cache, v_cache, block_tables, context_lens,
-            scale=scale, window_size=window_size, softcap=softcap,
-            alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale,
-            plan=decode_chunking(q, k_cache, block_tables, window_size, num_splits),
-        )  # fmt: skip
+        plan = decode_chunking(q, k_cache, block_tables, options.window_size, num_splits)
+        launch_decode(out, lse, q, k_cache, v_cache, block_tables, context_lens, options, plan=plan)
     return out if lse is None else (out, lse)

@@ -43,7 +43,6 @@ from kernels.fp8_cache import (
     cache_argument,
     from_cache,
     load_scale,
-    scale_arguments,
     values_from_cache,
 )
 from kernels.launch import launch, op
@@ -65,6 +64,7 @@ from kernels.primitives import (
     score_unit,
     wide_product,
 )
+from kernels.score_options import ScoreOptions
 from kernels.split_states import SplitStates, chunks_of, results_of, states_of_sequence
 
 # A window wider than any context. Its sum with a position still fits 32 bits.
@@ -347,17 +347,14 @@ def launch_prefill(
     out: torch.Tensor, lse: torch.Tensor | None,
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
     block_tables: torch.Tensor | None, cu_seqlens_q: torch.Tensor, context_lens: torch.Tensor,
+    options: ScoreOptions,
     *,
-    max_seqlen_q: int,
-    scale: float | None, window: tuple[int | None, int | None], softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
-    k_scale: Scale = None, v_scale: Scale = None,
-    kv_starts: torch.Tensor | None = None, paged: bool = True, num_splits: int | None = 1,
-    max_seqlen_k: int | None = None, suffix_lens: torch.Tensor | None = None,
+    max_seqlen_q: int, num_splits: int | None = 1, max_seqlen_k: int | None = None,
+    kv_starts: torch.Tensor | None = None, paged: bool = True,
+    suffix_lens: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Launch the kernel on checked arguments of `paged_prefill_attention`. Further arguments:
 
-    window: (left, right), how many keys before and after its position a query sees; None is all.
     kv_starts: (batch,) int32, the slot of position 0 of each sequence. None: slot 0.
     paged: False if the keys of a sequence are contiguous. The caches are then (num_pieces, slots,
         num_kv_heads, head_dim), and block_tables is (batch, 1), the piece of each sequence, or None
@@ -375,7 +372,8 @@ def launch_prefill(
     head_dim_padded = tiles.padded_dim(head_dim)
     target = tiles.target_of(q.device)
     tile = tiles.prefill_tile(head_dim_padded, q.dtype, target, k_cache.itemsize)
-    left, right = window
+    left = None if options.window_size is None else options.window_size - 1
+    right = options.ahead
     if num_splits is None and max_seqlen_q > tiles.few_queries(num_q_heads, num_kv_heads):
         num_splits = 1
     chunks = tiles.prefill_chunking(num_q_heads, num_kv_heads, num_splits, target)
@@ -402,14 +400,14 @@ def launch_prefill(
         seq_states = min(max_seqlen_q * num_chunks, chunks.queries * chunks.max_chunks)
         states = SplitStates.empty(q, min(total_q * num_chunks, batch * seq_states), num_rows=1)
         out, lse, num_states = states.acc, states.sums, num_chunks
-    scale = head_dim**-0.5 if scale is None else scale
-    is_plain = alibi_slopes is sinks is kv_starts is suffix_lens is None and softcap == 0
-    is_plain = is_plain and paged and window == (None, 0) and scale >= 0
+    constants = options.kernel_constants()
+    is_plain = left is options.sinks is kv_starts is suffix_lens is None and right == 0
+    is_plain = is_plain and paged and not any(constants.values())
     if tile.has_producer and is_plain and chunks.max_chunks == 1 and block_tables is not None:
         from kernels.paged_prefill_hopper import launch_hopper_prefill  # imports Gluon
 
         tensors = out, lse, q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens
-        if launch_hopper_prefill(*tensors, scale):
+        if launch_hopper_prefill(*tensors, options.scale):
             return
     # Triton copies rows ahead only if they are aligned. If only K or only V is aligned, wgmma and
     # tcgen05 read the copied rows without a fence (fence.proxy.async) after the copies.
@@ -418,28 +416,24 @@ def launch_prefill(
         out, lse, states.counts if merges else None,
         q, cache_argument(k_cache), cache_argument(v_cache), block_tables,
         cu_seqlens_q, context_lens, kv_starts, suffix_lens,
-        alibi_slopes, sinks, *scale_arguments(k_scale), *scale_arguments(v_scale),
-        scale, softcap,
+        *options.kernel_arguments(),
         0 if left is None else min(left, _NO_LIMIT), 0 if right is None else min(right, _NO_LIMIT),
         batch, tiles_per_seq, chunks.min_tiles, chunks.max_chunks, chunks.queries,
         num_states, seq_states,
         *result[0].stride()[:2], *q.stride()[:2], *byte_strides(k_cache), *byte_strides(v_cache),
-        0 if block_tables is None else block_tables.stride(0),
-        alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
+        0 if block_tables is None else block_tables.stride(0), options.alibi_stride,
         NUM_KV_HEADS=num_kv_heads, GROUP_SIZE=group_size,
         HEAD_DIM=head_dim, HEAD_DIM_PADDED=head_dim_padded,
         BLOCK_SIZE=k_cache.shape[1] if paged else 0,
         TILE_M=tile.tile_m, TILE_N=tile.tile_n,
         SEARCH_WIDTH=0 if is_uniform else _SEARCH_WIDTH,
-        HAS_LEFT=left is not None, HAS_RIGHT=right is not None,
-        NEGATIVE_SCALE=scale < 0,
-        HAS_SOFTCAP=softcap > 0, HAS_ALIBI=alibi_slopes is not None,
+        HAS_LEFT=left is not None, HAS_RIGHT=right is not None, **constants,
         IS_SPLIT=is_split, SCORES_AHEAD=tile.scores_ahead, PRECISION=tile.precision,
         num_warps=tile.num_warps, num_stages=num_stages, **tiles.pdl_options(q.device),
     )  # fmt: skip
     if merges:
         states.merge_into(
-            *result, sinks=sinks, chunks=chunks, cu_seqlens=cu_seqlens_q,
+            *result, sinks=options.sinks, chunks=chunks, cu_seqlens=cu_seqlens_q,
             num_splits=num_chunks, seq_states=seq_states,
         )  # fmt: skip
 
@@ -502,23 +496,21 @@ def paged_prefill_attention(
         k_cache, v_cache, k_scale, v_scale, q, out, context_lens, cu_seqlens_q, block_tables,
         alibi_slopes, sinks,
     )  # fmt: skip
-    checks.check_scales(k_scale, v_scale, k_cache)
-    scale, window_size, softcap, num_splits = checks.check_score_options(
-        scale, window_size, softcap, num_splits
-    )
+    options = ScoreOptions.checked(
+        k_cache, scale, window_size, softcap, alibi_slopes, sinks, k_scale, v_scale,
+        ahead=0 if causal else None,
+    )  # fmt: skip
+    num_splits = checks.check_num_splits("num_splits", num_splits)
     max_seqlen_q = checks.check_cu_seqlens(
         "cu_seqlens_q", cu_seqlens_q, total=sizes.total_q, max_seqlen=max_seqlen_q
     )
-    query_lens = cu_seqlens_q.diff() if q.is_cpu else 1
     checks.check_block_tables(
-        block_tables, context_lens, k_cache, query_lens=query_lens, window_size=window_size
-    )
+        block_tables, context_lens, k_cache,
+        query_lens=cu_seqlens_q.diff() if q.is_cpu else 1, window_size=options.window_size,
+    )  # fmt: skip
     out, lse = results_of(q, out, return_lse)
     launch_prefill(
-        out, lse, q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens,
-        max_seqlen_q=max_seqlen_q, scale=scale,
-        window=(None if window_size is None else window_size - 1, 0 if causal else None),
-        softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale,
-        num_splits=num_splits,
+        out, lse, q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens, options,
+        max_seqlen_q=max_seqlen_q, num_splits=num_splits,
     )  # fmt: skip
     return out if lse is None else (out, lse)

@@ -8,6 +8,7 @@ the host and synchronise freely.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from kernels.fp8_cache import FP8_DTYPE, Scale
 from kernels.primitives import LN_2, LOG2_E
 from kernels.sample_tokens import EXP2_TERMS, LOG_TERMS, MIN_NORMAL, NOISE_SPAN, SQRT_HALF_BITS
+from kernels.score_options import ScoreOptions
 
 
 def quantise(x: torch.Tensor, scale: Scale = None) -> torch.Tensor:
@@ -155,41 +157,37 @@ def gather_tokens(
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: ScoreOptions,
     *,
     q_positions: torch.Tensor, k_positions: torch.Tensor,
-    scale: float | None = None, window_size: int | None = None, softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
-    ahead: int | None = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Attention of one sequence. A query sees `ahead` keys after its position (None: all).
+    """Attention of one sequence.
 
     q: (num_queries, num_q_heads, head_dim); k, v: (num_keys, num_kv_heads, head_dim); q_positions
     and k_positions: their positions in the sequence. alibi_slopes: (num_q_heads,). Returns the
     output, shaped like q, and the LSE, (num_queries, num_q_heads). A query that sees no key gets
     output 0 and LSE -inf; with sinks, LSE = sink.
     """
-    num_q_heads, head_dim = q.shape[1:]
-    group_size = num_q_heads // k.shape[1]
-    scale = head_dim**-0.5 if scale is None else scale
+    group_size = q.shape[1] // k.shape[1]
     k = k.repeat_interleave(group_size, dim=1)
     v = v.repeat_interleave(group_size, dim=1)
 
-    scores = torch.einsum("qhd,khd->hqk", q * scale, k)
-    if softcap > 0:
-        scores = softcap * torch.tanh(scores / softcap)
+    scores = torch.einsum("qhd,khd->hqk", q * options.scale, k)
+    if options.softcap > 0:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
     distances = q_positions[:, None] - k_positions[None, :]
-    if alibi_slopes is not None:
-        scores = scores - alibi_slopes[:, None, None].to(q.dtype) * distances.abs().to(q.dtype)
+    if options.alibi_slopes is not None:
+        slopes = options.alibi_slopes[:, None, None].to(q.dtype)
+        scores = scores - slopes * distances.abs().to(q.dtype)
     visible = torch.ones_like(distances, dtype=torch.bool)
-    if ahead is not None:
-        visible &= distances >= -ahead
-    if window_size is not None:
-        visible &= distances < window_size
+    if options.ahead is not None:
+        visible &= distances >= -options.ahead
+    if options.window_size is not None:
+        visible &= distances < options.window_size
     scores = scores.masked_fill(~visible, -torch.inf)
 
-    if sinks is not None:
-        column = sinks.to(q.dtype)[:, None, None].expand(-1, q.shape[0], 1)
+    if options.sinks is not None:
+        column = options.sinks.to(q.dtype)[:, None, None].expand(-1, q.shape[0], 1)
         scores = torch.cat([scores, column], dim=-1)
     lse = torch.logsumexp(scores, -1, keepdim=True)
     weights = torch.softmax(scores, -1)[..., : k.shape[0]]
@@ -236,6 +234,10 @@ def paged_prefill_attention(
     """Reference of `kernels.paged_prefill_attention`; num_splits has no effect."""
     out = torch.empty_like(q) if out is None else out
     lse = torch.empty(q.shape[:2], dtype=q.dtype, device=q.device)
+    options = ScoreOptions.checked(
+        k_cache, scale, window_size, softcap, alibi_slopes, sinks, k_scale, v_scale,
+        ahead=0 if causal else None,
+    )  # fmt: skip
     starts = cu_seqlens_q.tolist()
     for i, context_len in enumerate(context_lens.tolist()):
         rows = slice(starts[i], starts[i + 1])
@@ -248,12 +250,10 @@ def paged_prefill_attention(
             q[rows],
             dequantise(gather_tokens(k_cache, *context), k_scale, q.dtype),
             dequantise(gather_tokens(v_cache, *context), v_scale, q.dtype),
+            replace(options, alibi_slopes=slopes_of(alibi_slopes, i)),
             q_positions=torch.arange(first_position, context_len, device=q.device),
             k_positions=torch.arange(first, context_len, device=q.device),
-            scale=scale, window_size=window_size, softcap=softcap,
-            alibi_slopes=slopes_of(alibi_slopes, i), sinks=sinks,
-            ahead=0 if causal else None,
-        )  # fmt: skip
+        )
     return (out, lse) if return_lse else out
 
 
@@ -332,6 +332,9 @@ def shared_prefix_decode_attention(
     """Reference of `kernels.shared_prefix_decode_attention`; split counts have no effect."""
     out = torch.empty_like(q) if out is None else out
     lse = torch.empty(q.shape[:2], dtype=q.dtype, device=q.device)
+    options = ScoreOptions.checked(
+        k_cache, scale, window_size, softcap, alibi_slopes, sinks, k_scale, v_scale
+    )
     starts = group_offsets.tolist()
     group_of = [g for g in range(len(prefix_lens)) for _ in range(starts[g], starts[g + 1])]
     for i, group in enumerate(group_of):
@@ -340,25 +343,17 @@ def shared_prefix_decode_attention(
         first = 0 if window_size is None else max(0, context_len - window_size)
         prefix_range = (prefix_block_tables[group], min(first, prefix_len), prefix_len)
         suffix_range = (suffix_block_tables[i], max(0, first - prefix_len), suffix_len)
+        ranges = (prefix_range, suffix_range)
         k, v = (
-            torch.cat(
-                [
-                    dequantise(gather_tokens(cache, *part), cache_scale, q.dtype)
-                    for part in (prefix_range, suffix_range)
-                ]
-            )
+            dequantise(torch.cat([gather_tokens(cache, *r) for r in ranges]), cache_scale, q.dtype)
             for cache, cache_scale in ((k_cache, k_scale), (v_cache, v_scale))
         )
-        seq_out, seq_lse = attention(
-            q[i : i + 1],
-            k,
-            v,
+        row = slice(i, i + 1)
+        out[row], lse[row] = attention(
+            q[row], k, v, replace(options, alibi_slopes=slopes_of(alibi_slopes, i)),
             q_positions=torch.tensor([context_len - 1], device=q.device),
             k_positions=torch.arange(first, context_len, device=q.device),
-            scale=scale, window_size=window_size, softcap=softcap,
-            alibi_slopes=slopes_of(alibi_slopes, i), sinks=sinks,
         )  # fmt: skip
-        out[i], lse[i] = seq_out[0], seq_lse[0]
     return (out, lse) if return_lse else out
 
 

@@ -12,7 +12,7 @@ group is looked up on the device, so the launch depends only on the batch and th
 Tiles and splits start at fixed positions. So the result is batch-invariant at given split counts.
 """
 
-from typing import Any
+from dataclasses import replace
 
 import torch
 
@@ -22,6 +22,7 @@ from kernels.fp8_cache import Scale
 from kernels.launch import op
 from kernels.paged_decode_attention import decode_chunking, launch_decode
 from kernels.paged_prefill_attention import count_tiles, launch_prefill
+from kernels.score_options import ScoreOptions
 from kernels.split_states import SplitStates, results_of
 from kernels.tiles import padded_dim, prefix_num_splits, split_prefill_tile, target_of
 
@@ -36,13 +37,9 @@ _TENSORS = attention_spec(
 
 
 def _check_prefixes(
-    prefix_block_tables: torch.Tensor,
-    prefix_lens: torch.Tensor,
-    group_offsets: torch.Tensor,
-    suffix_lens: torch.Tensor,
-    k_cache: torch.Tensor,
-    window_size: int | None,
-) -> None:
+    prefix_block_tables: torch.Tensor, prefix_lens: torch.Tensor, group_offsets: torch.Tensor,
+    suffix_lens: torch.Tensor, k_cache: torch.Tensor, window_size: int | None,
+) -> None:  # fmt: skip
     """Check group offsets, and the tables of all prefixes that are read (CPU tensors only)."""
     offsets = group_offsets.tolist()
     batch = suffix_lens.shape[0]
@@ -126,18 +123,18 @@ def shared_prefix_decode_attention(
         alibi_slopes, sinks,
     )  # fmt: skip
     batch, num_q_heads, num_kv_heads = sizes.batch, sizes.num_q_heads, sizes.num_kv_heads
-    checks.check_scales(k_scale, v_scale, k_cache)
-    scale, window_size, softcap, num_splits = checks.check_score_options(
-        scale, window_size, softcap, num_splits
+    options = ScoreOptions.checked(
+        k_cache, scale, window_size, softcap, alibi_slopes, sinks, k_scale, v_scale
     )
+    num_splits = checks.check_num_splits("num_splits", num_splits)
     num_prefix_splits = checks.check_num_splits("num_prefix_splits", num_prefix_splits)
     names = ("suffix_block_tables", "suffix_lens")
     checks.check_block_tables(
-        suffix_block_tables, suffix_lens, k_cache, window_size=window_size, names=names
+        suffix_block_tables, suffix_lens, k_cache, window_size=options.window_size, names=names
     )
     if q.is_cpu:
         prefixes = (prefix_block_tables, prefix_lens, group_offsets)
-        _check_prefixes(*prefixes, suffix_lens, k_cache, window_size)
+        _check_prefixes(*prefixes, suffix_lens, k_cache, options.window_size)
     out, lse = results_of(q, out, return_lse)
     if batch == 0:
         return out if lse is None else (out, lse)
@@ -151,19 +148,16 @@ def shared_prefix_decode_attention(
         num_prefix_splits = prefix_num_splits(
             num_tiles * num_kv_heads, max_tokens, tile.tile_n, target
         )
-    plan = decode_chunking(q, k_cache, suffix_block_tables, window_size, num_splits)
+    plan = decode_chunking(q, k_cache, suffix_block_tables, options.window_size, num_splits)
     states = SplitStates.empty(q, num_prefix_splits + plan[-1])
-    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes}
-    options |= {"k_scale": k_scale, "v_scale": v_scale}
     attended = (q, k_cache, v_cache)
     launch_prefill(
         states.acc, states.sums, *attended, prefix_block_tables, group_offsets, prefix_lens,
-        max_seqlen_q=batch, window=(None if window_size is None else window_size - 1, None),
-        num_splits=num_prefix_splits, suffix_lens=suffix_lens, **options,
+        replace(options, sinks=None, ahead=None),
+        max_seqlen_q=batch, num_splits=num_prefix_splits, suffix_lens=suffix_lens,
     )  # fmt: skip
     launch_decode(
-        out, lse, *attended, suffix_block_tables, suffix_lens,
-        window_size=window_size, sinks=sinks, plan=plan,
-        states=states, first_state=num_prefix_splits, **options,
+        out, lse, *attended, suffix_block_tables, suffix_lens, options,
+        plan=plan, states=states, first_state=num_prefix_splits,
     )  # fmt: skip
     return out if lse is None else (out, lse)

@@ -15,6 +15,7 @@ from op_calls import good_call, i32, labelled, on_device, same
 
 from kernels import reference
 from kernels.flash_attn_compat import flash_attn_varlen_func, flash_attn_with_kvcache
+from kernels.score_options import ScoreOptions
 from kernels.testing.accuracy import accuracy, bits
 from kernels.testing.inputs import random_paged_batch
 
@@ -24,11 +25,11 @@ WINDOWS = [(-1, -1), (5, -1), (-1, 3), (0, 0), (7, 2), (1000, 1000), (40, 0)]
 def attend(q, k, v, *, causal, window_size, scale=None, softcap=0.0, slopes=None):
     """Documented attention of one sequence, in q's dtype: output and LSE, (tokens, heads ...)."""
     left, right = (None if size < 0 else size for size in window_size)
+    window = None if left is None else left + 1
+    options = ScoreOptions.checked(k, scale, window, softcap, slopes, ahead=0 if causal else right)
     out, lse = reference.attention(
-        q, k.to(q.dtype), v.to(q.dtype),
+        q, k.to(q.dtype), v.to(q.dtype), options,
         q_positions=torch.arange(len(q)) + len(k) - len(q), k_positions=torch.arange(len(k)),
-        scale=scale, window_size=None if left is None else left + 1,
-        ahead=0 if causal else right, softcap=softcap, alibi_slopes=slopes,
     )  # fmt: skip
     return out, lse.masked_fill(lse == -math.inf, math.inf)
 
