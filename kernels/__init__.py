@@ -28,7 +28,7 @@ import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import triton
 from triton.runtime.jit import JITFunction
@@ -83,7 +83,7 @@ __all__ = [
 
 if not TYPE_CHECKING:
 
-    def __getattr__(name: str):
+    def __getattr__(name: str) -> NoReturn:
         line = f"module 'kernels' has no attribute {name!r}"
         if not name.startswith("_"):
             with suppress(ImportError):  # cache may not be there

@@ -17,7 +17,7 @@ no check synchronises with a GPU. All checks raise before anything is written.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from numbers import Integral, Real
 from types import SimpleNamespace
@@ -74,7 +74,7 @@ class TensorSpec:
     rules: functions that get the sizes and raise ValueError if the sizes do not fit together.
     """
 
-    def __init__(self, *args: Arg, rules: tuple[Rule, ...] = ()):
+    def __init__(self, *args: Arg, rules: tuple[Rule, ...] = ()) -> None:
         self._args = args
         self._rules = rules
         self._sizes = functools.lru_cache(maxsize=1024)(self._check)
@@ -144,7 +144,7 @@ class TensorSpec:
         return bound
 
 
-def _either(items) -> str:
+def _either(items: Iterable[object]) -> str:
     return " or ".join(map(str, items))
 
 

@@ -28,7 +28,7 @@ def add_fences() -> None:
         return
 
     class FencedBackend(nvidia.compiler):
-        def make_ptx(self, *arguments):
+        def make_ptx(self, *arguments: Any) -> str:
             return fence_copies(super().make_ptx(*arguments))
 
         def hash(self) -> str:  # part of the key of Triton's cache

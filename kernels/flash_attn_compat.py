@@ -22,11 +22,11 @@ class _ForwardOnly(torch.autograd.Function):
     """Connects an output to inputs that require gradients, so that backward raises an error."""
 
     @staticmethod
-    def forward(ctx, out, *inputs):
+    def forward(ctx: Any, out: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
         return out
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: torch.Tensor) -> None:
         raise NotImplementedError(
             "flash_attn_varlen_func: the backward pass is not supported; use flash-attn to train"
         )

@@ -129,7 +129,9 @@ def _attend(
     return out, lse.masked_fill_(lse == -math.inf, math.inf) if return_lse else lse
 
 
-def _fake(q, *_args, return_lse, **_options):
+def _fake(
+    q: torch.Tensor, *_args: Any, return_lse: bool, **_options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     lse = q.new_empty(q.shape[:-1] if return_lse else (0,), dtype=torch.float32)
     return q.new_empty(q.shape), _heads_first(lse) if return_lse else lse
 
@@ -149,7 +151,7 @@ def _operator(*mutates_args: str) -> Callable[[Callable], Callable]:
         operator.register_fake(_fake)
 
         @functools.wraps(function)
-        def call(*args, **kwargs):
+        def call(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
             return (operator if torch.compiler.is_compiling() else launch)(*args, **kwargs)
 
         return call

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import triton.language as tl
 from triton.language.core import is_builtin
@@ -32,7 +33,7 @@ def _once_per_launch(patch_lang: Callable) -> Callable:
     """
 
     @functools.wraps(patch_lang)
-    def patch(fn):
+    def patch(fn: Callable) -> Any:
         operations = (tl.tensor.__add__, *(language.arange for language in _languages(fn)))
         return patch_lang(fn) if any(map(is_builtin, operations)) else _PATCHED_NOTHING
 
@@ -41,10 +42,10 @@ def _once_per_launch(patch_lang: Callable) -> Callable:
 
 def _by_name(get_np_dtype: Callable) -> Callable:
     """Cache dtype look-ups by name; Triton builds a table of all dtypes for each look-up."""
-    known = {}
+    known: dict[str, Any] = {}
 
     @functools.wraps(get_np_dtype)
-    def get(dtype):
+    def get(dtype: tl.dtype) -> Any:
         name = dtype.scalar.name
         if name not in known:
             known[name] = get_np_dtype(dtype)
@@ -56,10 +57,10 @@ def _by_name(get_np_dtype: Callable) -> Callable:
 def _once(init: Callable, key: Callable) -> Callable:
     """Copy a block type, or all of a tensor but its handle, from the first one with an equal key.
     Triton wraps and unwraps every size of a shape."""
-    known = {}
+    known: dict[Any, dict[str, Any]] = {}
 
     @functools.wraps(init)
-    def initialise(self, first, second):
+    def initialise(self: Any, first: Any, second: Any) -> None:
         if (found := key(first, second)) not in known:
             init(self, first, second)
             known[found] = vars(self).copy()

@@ -229,7 +229,10 @@ class _TakesCaches:
         self._launchable = launchable
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def run(out, lse, q, k_cache, v_cache, *args, **constants):
+        def run(
+            out: torch.Tensor, lse: torch.Tensor | None, q: torch.Tensor,
+            k_cache: torch.Tensor, v_cache: torch.Tensor, *args: Any, **constants: Any,
+        ) -> Any:  # fmt: skip
             caches = _described(k_cache), _described(v_cache)
             compiled = self._launchable[grid](out, lse, q, *caches, *args, **constants)
             return compiled and _TakesCaches(compiled)

@@ -99,7 +99,7 @@ def launched_by(
         )
     launches = []
 
-    def take_over(*, fn, compile, **_) -> bool:
+    def take_over(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         function, *parts = fn.jit_function, compile["signature"], compile["constants"]
         names = (
             "num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion", "launch_pdl"
@@ -159,8 +159,9 @@ def _dots(ttgir: str) -> tuple[int, int]:
 
 
 def read_resources(
-    op: str, config: str, arch: Architecture, jit_function, source, compiled
-) -> KernelResources:
+    op: str, config: str, arch: Architecture,
+    jit_function: JITFunction, source: ASTSource, compiled: Any,
+) -> KernelResources:  # fmt: skip
     """Resources of one compiled kernel."""
     cubin, ptx, metadata = compiled.asm["cubin"], compiled.asm["ptx"], compiled.metadata
     usage = re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", _cuobjdump(cubin, "-res-usage"))
