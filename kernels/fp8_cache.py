@@ -121,27 +121,6 @@ def queries_for_cache(q, k_ptr):
 
 
 @triton.jit
-def value_ptrs(ptrs, PAIRED: tl.constexpr):
-    """Return pointers to rows of values. If PAIRED, they point to pairs of one-byte elements."""
-    if PAIRED:
-        return ptrs.to(tl.pointer_type(tl.uint16))
-    else:
-        return ptrs
-
-
-@triton.jit
-def values_of_pairs(pairs, dtype: tl.constexpr):
-    """Split uint16 pairs of values into elements 0, 2, ... and 1, 3, ..., and convert both.
-
-    mma.sync needs values transposed between shared memory and registers. The transposing load moves
-    two-byte elements; one-byte elements would be loaded one by one.
-    """
-    even = values_from_cache((pairs & 0xFF).to(tl.uint8), dtype)
-    odd = values_from_cache((pairs >> 8).to(tl.uint8), dtype)
-    return even, odd
-
-
-@triton.jit
 def to_cache(x, scale, dtype: tl.constexpr):
     """Convert rows to the `dtype` of a cache. scale: an fp8 cache's scale: number, [rows] or
     None."""

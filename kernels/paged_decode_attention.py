@@ -33,9 +33,7 @@ from kernels.fp8_cache import (
     has_value_pairs,
     load_scale,
     queries_for_cache,
-    value_ptrs,
     values_from_cache,
-    values_of_pairs,
 )
 from kernels.launch import launch, op
 from kernels.primitives import (
@@ -168,6 +166,7 @@ def _paged_decode_kernel(
     M_TILES: tl.constexpr = (GROUP_SIZE + TILE_M - 1) // TILE_M
     HEAD_TILES: tl.constexpr = NUM_KV_HEADS * M_TILES
     # Whether no tile crosses the end of a block. Then only a tile's first token is looked up.
+    # With a window, tiles start anywhere in a block.
     IN_ONE_PIECE: tl.constexpr = BLOCK_SIZE % TILE_N == 0 and not (BLOCK_SIZE and USE_WINDOW)
     offs_n = tl.arange(0, TILE_N)
     offs_d = tl.arange(0, HEAD_DIM_PADDED)
@@ -177,6 +176,7 @@ def _paged_decode_kernel(
     # place: of the next item, counted from the first item of `seq`. remaining: items until the end.
     place = tl.program_id(0)
     remaining = batch * HEAD_TILES * (num_states - first_state if IS_SPLIT else 1) - place
+    # Programs take items in alternating order, so two steps in a row add up to two rounds.
     step = 2 * (tl.num_programs(0) - place) - 1
     seq, place = _locate(
         place * 0, place, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
@@ -188,6 +188,7 @@ def _paged_decode_kernel(
     while seq < batch:
         if not IS_SPLIT:
             context_len = tl.load(context_lens_ptr + seq)
+        # There is one query, so a window moves the first token and needs no mask.
         first = tl.maximum(context_len - window_size, 0) if USE_WINDOW else 0
         chunk_tokens, num_chunks = chunks_of(context_len - first, min_tiles, max_chunks, TILE_N)
         if not IS_SPLIT:
@@ -198,9 +199,12 @@ def _paged_decode_kernel(
         offs_m = head_tile % M_TILES * TILE_M + tl.arange(0, TILE_M)
         begin = first + chunk * chunk_tokens
         end = tl.minimum(begin + chunk_tokens, context_len) if IS_SPLIT else context_len
+        # The heads of a group share keys, so the rows of a tile share loads. A tile has at least 16
+        # rows, like a tensor-core product. Loads take longer than the products of unused rows.
         heads = kv_head * GROUP_SIZE + offs_m
         head_mask = offs_m < GROUP_SIZE
         qo_mask = head_mask[:, None] & dim_mask[None, :]
+        # Every sequence has a chunk 0, even without tokens. Its program counts the states.
         if IS_SPLIT and chunk == 0:
             counts_ptrs = counts_ptr + seq * NUM_Q_HEADS + heads
             tl.store(counts_ptrs, first_state + num_chunks, mask=head_mask)
@@ -212,10 +216,13 @@ def _paged_decode_kernel(
             slope_ptrs = alibi_slopes_ptr + wide_product(seq, stride_alibi_seq) + heads
             alibi_slopes = tl.load(slope_ptrs, mask=head_mask, other=0.0)[:, None]
 
+        # The K scale is the same for all keys of a head, so it joins the scale of the scores.
         q, q_unit = queries_for_cache(q, k_cache_ptr)
         qk_scale = scale * q_unit
         if k_scale is not None:
             qk_scale *= load_scale(k_scale, kv_head, stride_k_scale)
+        # Weights are exp2 of scores times log2(e). Where possible, the scale joins this factor as
+        # the unit, so scaling takes no instruction of its own.
         unit = score_unit(qk_scale, softcap, HAS_SOFTCAP, HAS_ALIBI)
         k_ptr = add_bytes(k_cache_ptr, wide_product(kv_head, stride_k_head))
         v_ptr = add_bytes(v_cache_ptr, wide_product(kv_head, stride_v_head))
@@ -225,6 +232,7 @@ def _paged_decode_kernel(
         acc = tl.zeros([TILE_M, HEAD_DIM_PADDED // PAIR], tl.float32)
         acc_odd = acc
         row_max = tl.full([TILE_M], float("-inf"), tl.float32)
+        # One sum per column: warps compute different columns and need not exchange sums per tile.
         row_sum = tl.zeros([TILE_M, TILE_N], tl.float32)
         first_head = seq * NUM_Q_HEADS + kv_head * GROUP_SIZE + head_tile % M_TILES * TILE_M
         first_row_state = wide_product(first_head, num_states) + first_state
@@ -232,42 +240,54 @@ def _paged_decode_kernel(
         if v_scale is not None:
             v_factor = load_scale(v_scale, kv_head, stride_v_scale)
 
+        # The addresses of rows depend on block ids. So the pipeliner loads the ids still earlier
+        # than the rows, and no tile waits for both in turn.
         for start in tl.range(begin, end, TILE_N):
             positions = start + offs_n
             token_mask = offs_n < end - start
+            # Rows in one piece are one slot stride apart, so one id and one division suffice.
             slots = start + tl.arange(0, 1) if IN_ONE_PIECE else positions
             if BLOCK_SIZE:
                 ids = load_block_ids(table_ptr, slots, token_mask, BLOCK_SIZE, not IN_ONE_PIECE)
                 if TILE_N % BLOCK_SIZE == 0 and not IN_ONE_PIECE:
-                    # Equal in every tile; LLVM sees equal elements only in a new range.
+                    # Slots in a block are equal in every tile, so their division leaves the loop.
+                    # LLVM sees equal elements only in a new range.
                     slots = first + tl.arange(TILE_N, 2 * TILE_N)
             k_rows = row_ptrs(k_ptr, ids, slots, stride_k_block, stride_k_slot, BLOCK_SIZE)
             v_rows = row_ptrs(v_ptr, ids, slots, stride_v_block, stride_v_slot, BLOCK_SIZE)
             k_ptrs = k_rows[:, None] + offs_d[None, :]  # [TILE_N, HEAD_DIM_PADDED]
-            v_ptrs = value_ptrs(v_rows[:, None], PAIRED_VALUES)
-            v_ptrs += offs_v[None, :]  # [TILE_N, HEAD_DIM_PADDED // PAIR]
+            if PAIRED_VALUES:
+                v_rows = v_rows.to(tl.pointer_type(tl.uint16))
+            v_ptrs = v_rows[:, None] + offs_v[None, :]  # [TILE_N, HEAD_DIM_PADDED // PAIR]
             if IN_ONE_PIECE:
                 k_ptrs = add_bytes(k_ptrs, wide_product(offs_n, stride_k_slot)[:, None])
                 v_ptrs = add_bytes(v_ptrs, wide_product(offs_n, stride_v_slot)[:, None])
+            # Full tiles are masked too: a loop for the last tile would wait for memory twice more.
+            # Masked values are 0, because weight 0 times the NaN of an unused slot is NaN.
             k = load_rows(k_ptrs, token_mask, dim_mask, True, MASK_DIMS)
             v = load_rows(v_ptrs, token_mask, offs_v < HEAD_DIM // PAIR, True, MASK_DIMS)
 
+            # fp8 is converted only here, so the copies to shared memory move one byte per element.
             qk = dot(q, tl.trans(from_cache(k, q.dtype)), None, PRECISION)  # [TILE_M, TILE_N]
             distances = (context_len - 1 - positions)[None, :]
             scores = attention_scores(
                 qk, qk_scale, softcap, alibi_slopes, distances,
                 NEGATIVE_SCALE, HAS_SOFTCAP, HAS_ALIBI,
             )  # fmt: skip
+            # The product with a masked key is 0, a valid score. Only -inf gives weight 0.
             scores = tl.where(token_mask[None, :], scores, float("-inf"))
             p, alpha, row_max, row_sum = online_softmax_weights(scores, unit, row_max, row_sum)
             if PAIRED_VALUES:
-                even, odd = values_of_pairs(v, q.dtype)
+                # mma.sync needs values transposed on the way from shared memory to registers. The
+                # instruction for that moves two-byte elements. Bytes would be loaded one by one.
+                even = values_from_cache((v & 0xFF).to(tl.uint8), q.dtype)
+                odd = values_from_cache((v >> 8).to(tl.uint8), q.dtype)
                 acc = accumulate(p, even, acc, alpha, PRECISION)
                 acc_odd = accumulate(p, odd, acc_odd, alpha, PRECISION)
             else:
                 acc = accumulate(p, values_from_cache(v, q.dtype), acc, alpha, PRECISION)
 
-        if PAIRED_VALUES:
+        if PAIRED_VALUES:  # joined once, because joining moves data between threads
             acc = tl.reshape(tl.join(acc, acc_odd), (TILE_M, HEAD_DIM_PADDED))
         if v_factor is not None:
             acc *= v_factor

@@ -148,6 +148,7 @@ def _paged_prefill_kernel(
     await_launches_before(PDL)
     IS_PREFIX: tl.constexpr = suffix_lens_ptr is not None
     NUM_Q_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP_SIZE
+    # Later rows see more keys if attention is causal, so the longest programs start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     if SEARCH_WIDTH:
@@ -169,6 +170,7 @@ def _paged_prefill_kernel(
         seq_chunks, first_state = states_of_sequence(
             seq, first_token, num_queries, num_states, max_chunks, chunk_queries, seq_states
         )
+        # The grid is an upper bound, so that a launch depends on shapes alone.
         if chunk >= seq_chunks:
             return
         row_states = seq_chunks
@@ -180,10 +182,13 @@ def _paged_prefill_kernel(
     context_len = tl.load(context_lens_ptr + seq)
     rows = first_row + tl.arange(0, TILE_M)
     row_mask = rows < num_rows
+    # Rows are pairs of query and head, so few queries fill a tile. The heads of a query are
+    # adjacent, so a tile spans few positions, and few of its keys need masks.
     queries = rows // GROUP_SIZE
     tokens = first_token + queries
     heads = kv_head * GROUP_SIZE + rows % GROUP_SIZE
     if IS_PREFIX:
+        # A suffix lies between the prefix and its query.
         positions_q = context_len - 1 + tl.load(suffix_lens_ptr + tokens, mask=row_mask, other=0)
         last_position = tl.max(tl.where(row_mask, positions_q, 0))
         first_position = tl.min(tl.where(row_mask, positions_q, last_position))
@@ -198,6 +203,8 @@ def _paged_prefill_kernel(
     first_seen, end = 0, context_len
     if HAS_LEFT:
         first_seen = tl.maximum(first_position - window_left, 0)
+        # In a prefix, first_seen depends on the other members of the group. Tiles start at fixed
+        # positions there, so a member's sums do not depend on the others.
         begin = first_seen // TILE_N * TILE_N if IS_PREFIX else first_seen
         masked_left = tl.maximum(last_position - window_left, 0) - begin
         full_begin = begin + tl.cdiv(masked_left, TILE_N) * TILE_N
@@ -205,19 +212,21 @@ def _paged_prefill_kernel(
         end = tl.minimum(last_position + window_right + 1, context_len)
         seen_by_all = tl.minimum(first_position + window_right + 1, context_len)
     if IS_SPLIT:
+        # For the same reason chunks divide the whole prefix, and otherwise only the visible keys.
         first_split = 0 if IS_PREFIX else begin
         split_tokens, num_chunks = chunks_of(end - first_split, min_tiles, seq_chunks, TILE_N)
         split_begin = first_split + chunk * split_tokens
         begin = tl.maximum(begin, split_begin)
         end = tl.minimum(split_begin + split_tokens, end)
         if not IS_PREFIX:
-            if chunk == 0:
+            if chunk == 0:  # a tile that sees no key has no state
                 counts_ptrs = counts_ptr + tokens.to(tl.int64) * NUM_Q_HEADS + heads
                 tl.store(counts_ptrs, tl.where(begin < end, num_chunks, 0), mask=row_mask)
             if begin >= end:
                 return
         full_begin = tl.maximum(full_begin, begin)
         seen_by_all = tl.minimum(seen_by_all, end)
+    # Rounded down, because region 1 has no mask for a key that some row does not see.
     full_end = full_begin + tl.maximum(seen_by_all - full_begin, 0) // TILE_N * TILE_N
 
     offs_n = tl.arange(0, TILE_N)
@@ -238,6 +247,8 @@ def _paged_prefill_kernel(
 
     if k_scale is not None:
         scale *= load_scale(k_scale, kv_head, stride_k_scale)
+    # Weights are exp2 of scores times log2(e). Where possible, the scale joins this factor as the
+    # unit, so scaling takes no instruction of its own.
     unit = score_unit(scale, softcap, HAS_SOFTCAP, HAS_ALIBI)
     k_ptr = add_bytes(k_cache_ptr, wide_product(kv_head, stride_k_head))
     v_ptr = add_bytes(v_cache_ptr, wide_product(kv_head, stride_v_head))
@@ -254,6 +265,7 @@ def _paged_prefill_kernel(
     keys = (k_ptr, stride_k_block, stride_k_slot)
     values = (v_ptr, stride_v_block, stride_v_slot)
     if SCORES_AHEAD:
+        # The loop issues Q K of the next tile before P V of this one. The first Q K is before it.
         positions = begin + offs_n
         mask = (positions >= first_seen) & (positions < end)
         slots = positions + kv_start
@@ -263,8 +275,10 @@ def _paged_prefill_kernel(
     row_max = tl.full([TILE_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([TILE_M], tl.float32)
 
+    # Each region has its own copy of the loop. Most keys are in region 1. Its copy has no masks.
     for REGION in tl.static_range(0 if HAS_LEFT else 1, 3):
         if REGION == 0:
+            # A chunk may end before the window's edge does.
             loop_begin, loop_end = begin, tl.minimum(full_begin, end) if IS_SPLIT else full_begin
         elif REGION == 1:
             loop_begin, loop_end = full_begin, full_end
@@ -274,6 +288,7 @@ def _paged_prefill_kernel(
             positions = start + offs_n
             token_mask = positions < end
             if IS_PREFIX and REGION == 0:
+                # begin was rounded down, and block ids before the window may be invalid.
                 token_mask &= positions >= first_seen
             slots = positions + kv_start
             if not SCORES_AHEAD:
@@ -296,16 +311,20 @@ def _paged_prefill_kernel(
                     visible = visible & (offsets >= -window_right)
                 if REGION == 0:
                     visible = visible & (offsets <= window_left)
+                # A row that has seen no key yet has the maximum -inf. Then 0 is subtracted from its
+                # scores, because -inf - (-inf) is NaN.
                 scores = tl.where(visible, scores, float("-inf"))
             p, alpha, row_max, row_sum = online_softmax_weights(scores, unit, row_max, row_sum)
             if SCORES_AHEAD:
+                # The next tile may be in another region or past the end, so it is always masked.
                 mask = positions + TILE_N < end
                 slots += TILE_N
                 k = _load_tile(keys, table_ptr, slots, mask, offs_d, HEAD_DIM, BLOCK_SIZE, True)
                 qk = _products(q, k, PRECISION)
+            # All warps need all values, so fp8 is converted once and then shared.
             acc = accumulate(p, values_from_cache(v, q.dtype, True), acc, alpha, PRECISION)
 
-    if v_scale is not None:
+    if v_scale is not None:  # linear, so once for the sum instead of for each value
         acc *= load_scale(v_scale, kv_head, stride_v_scale)
     row_max = natural_max(row_max, unit)
     if IS_SPLIT:

@@ -57,6 +57,7 @@ def _produce(
     rows = gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))[:, None]
     for tile in range(gl.cdiv(end, TILE_N)):
         stage = tile % STAGES
+        # The odd phase of a new barrier counts as over, so the first STAGES tiles do not wait.
         free = (tile // STAGES & 1) ^ 1
         start = tile * TILE_N
         keys, values = k_tiles.index(stage), v_tiles.index(stage)
@@ -64,6 +65,7 @@ def _produce(
         _copy_tile(k_cache, table_ptr, kv_head, start, end, keys, k_full.index(stage), BLOCK_SIZE)
         mbarrier.wait(v_empty.index(stage), free)
         is_full = start + TILE_N <= end
+        # Consumers wait for zeros in the last tile's rows past the end, so it has another barrier.
         arrived = v_full.index(gl.where(is_full, stage, STAGES))
         _copy_tile(v_cache, table_ptr, kv_head, start, end, values, arrived, BLOCK_SIZE)
         if not is_full:
@@ -118,11 +120,13 @@ def _consume(
     acc = gl.zeros([ROWS, TILE_N], gl.float32, SUMS)
     none = acc
     last = gl.cdiv(end, TILE_N) - 1
+    # The last tile is after the loop, because no Q K follows it.
     if last >= 0:
         mbarrier.wait(k_full.index(0), 0)
         qk = wgmma(q, k_tiles.index(0).permute((1, 0)), none, use_acc=False)
         mbarrier.arrive(k_empty.index(0))
         for tile in range(last):
+            # Most tiles lie before the diagonal and skip the masks.
             if (tile + 1) * TILE_N > seen_by_all:
                 qk = gl.where(tile * TILE_N + keys <= positions, qk, float("-inf"))
             p, alpha, row_max, row_sum = online_softmax_weights(qk, unit, row_max, row_sum)
@@ -131,9 +135,12 @@ def _consume(
             k = k_tiles.index(following).permute((1, 0))
             next_qk = wgmma(q, k, none, use_acc=False, is_async=True)
             acc *= alpha[:, None]
+            # wgmma reads P from registers, so weights do not pass through shared memory.
             weights = gl.convert_layout(p.to(DTYPE), WEIGHTS)
             mbarrier.wait(v_full.index(stage), tile // STAGES & 1)
             sums = wgmma(weights, v_tiles.index(stage), acc, is_async=True)
+            # Q K was issued first, so it is complete when one product remains. The producer can
+            # refill its buffer while P V runs.
             qk = wgmma_wait(1, deps=(next_qk,))
             mbarrier.arrive(k_empty.index(following))
             acc = wgmma_wait(0, deps=(sums,))
