@@ -98,13 +98,6 @@ def _load_tile(
     return load_rows(ptrs, mask, offs_d < HEAD_DIM, MASKED, offs_d.shape[0] != HEAD_DIM)
 
 
-@triton.jit
-def _products(q, k, PRECISION: tl.constexpr):
-    """Return Q K^T, [TILE_M, TILE_N]. k has the dtype of the cache."""
-    keys = from_cache(k, q.dtype, k.shape[1] <= 128)  # a wider k would spill in loops on sm_80
-    return dot(q, tl.trans(keys), None, PRECISION)
-
-
 @triton.jit(
     do_not_specialize=[
         "window_left", "window_right", "batch", "tiles_per_seq", "min_tiles", "max_chunks",
@@ -148,6 +141,7 @@ def _paged_prefill_kernel(
     await_launches_before(PDL)
     IS_PREFIX: tl.constexpr = suffix_lens_ptr is not None
     NUM_Q_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP_SIZE
+    KEYS_ONCE: tl.constexpr = HEAD_DIM_PADDED <= 128  # wider keys would spill in loops on sm_80
     # Later rows see more keys if attention is causal, so the longest programs start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -270,7 +264,7 @@ def _paged_prefill_kernel(
         mask = (positions >= first_seen) & (positions < end)
         slots = positions + kv_start
         k = _load_tile(keys, table_ptr, slots, mask, offs_d, HEAD_DIM, BLOCK_SIZE, True)
-        qk = _products(q, k, PRECISION)  # [TILE_M, TILE_N]
+        qk = dot(q, tl.trans(from_cache(k, q.dtype, KEYS_ONCE)), None, PRECISION)
     acc = tl.zeros([TILE_M, HEAD_DIM_PADDED], tl.float32)
     row_max = tl.full([TILE_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([TILE_M], tl.float32)
@@ -295,7 +289,7 @@ def _paged_prefill_kernel(
                 k = _load_tile(
                     keys, table_ptr, slots, token_mask, offs_d, HEAD_DIM, BLOCK_SIZE, REGION != 1
                 )
-                qk = _products(q, k, PRECISION)  # [TILE_M, TILE_N]
+                qk = dot(q, tl.trans(from_cache(k, q.dtype, KEYS_ONCE)), None, PRECISION)
             v = _load_tile(
                 values, table_ptr, slots, token_mask, offs_d, HEAD_DIM, BLOCK_SIZE, REGION != 1
             )
@@ -320,7 +314,7 @@ def _paged_prefill_kernel(
                 mask = positions + TILE_N < end
                 slots += TILE_N
                 k = _load_tile(keys, table_ptr, slots, mask, offs_d, HEAD_DIM, BLOCK_SIZE, True)
-                qk = _products(q, k, PRECISION)
+                qk = dot(q, tl.trans(from_cache(k, q.dtype, KEYS_ONCE)), None, PRECISION)
             # All warps need all values, so fp8 is converted once and then shared.
             acc = accumulate(p, values_from_cache(v, q.dtype, True), acc, alpha, PRECISION)
 
