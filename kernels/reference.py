@@ -235,9 +235,8 @@ def paged_prefill_attention(
     out = torch.empty_like(q) if out is None else out
     lse = torch.empty(q.shape[:2], dtype=q.dtype, device=q.device)
     options = ScoreOptions.checked(
-        k_cache, scale, window_size, softcap, alibi_slopes, sinks, k_scale, v_scale,
-        ahead=0 if causal else None,
-    )  # fmt: skip
+        k_cache, scale, window_size, softcap, alibi_slopes, sinks, ahead=0 if causal else None
+    )
     starts = cu_seqlens_q.tolist()
     for i, context_len in enumerate(context_lens.tolist()):
         rows = slice(starts[i], starts[i + 1])
@@ -332,9 +331,7 @@ def shared_prefix_decode_attention(
     """Reference of `kernels.shared_prefix_decode_attention`; split counts have no effect."""
     out = torch.empty_like(q) if out is None else out
     lse = torch.empty(q.shape[:2], dtype=q.dtype, device=q.device)
-    options = ScoreOptions.checked(
-        k_cache, scale, window_size, softcap, alibi_slopes, sinks, k_scale, v_scale
-    )
+    options = ScoreOptions.checked(k_cache, scale, window_size, softcap, alibi_slopes, sinks)
     starts = group_offsets.tolist()
     group_of = [g for g in range(len(prefix_lens)) for _ in range(starts[g], starts[g + 1])]
     for i, group in enumerate(group_of):
