@@ -12,7 +12,7 @@ from kernels.fp8_cache import Scale, scale_arguments
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """The arguments of `kernels.paged_decode_attention` with these names, and `ahead`."""
+    """Arguments of `kernels.paged_decode_attention` with the same names, and `ahead`."""
 
     scale: float
     window_size: int | None = None
@@ -30,7 +30,11 @@ class ScoreOptions:
         alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
         k_scale: Scale = None, v_scale: Scale = None, *, ahead: int | None = 0,
     ) -> ScoreOptions:  # fmt: skip
-        """Check the options of a call (TypeError, ValueError), apart from the tensors' layouts."""
+        """Check a call's options, apart from layouts of tensors. scale None: head_dim ** -0.5.
+
+        Raises:
+            TypeError, ValueError: an option is no number or not in range, or only fp8 has it.
+        """
         checks.check_scales(k_scale, v_scale, k_cache)
         scale = k_cache.shape[-1] ** -0.5 if scale is None else checks.check_number("scale", scale)
         if window_size is not None:
