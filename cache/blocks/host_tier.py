@@ -17,6 +17,9 @@ STORE_RULES = ("through", "selective", "back")
 _TRACKED = 64_000
 """Contents whose uses ``selective`` counts; the number that vLLM counts."""
 
+FullBlock = tuple[int, Items[bytes], int]
+"""A device block of a sequence, the keys of the sequence's blocks, and the block's position."""
+
 
 class HostTier:
     """Blocks in host memory that hold copies of full device blocks.
@@ -99,12 +102,22 @@ class HostTier:
             self._in[device_block] = host_block
             self._counts["loaded_blocks"] += 1
 
-    def use(self, block: int, hashes: Items[bytes], position: int, is_stored: bool) -> int | None:
-        """A sequence uses the device ``block`` for the content ``hashes[position]``.
+    def use(self, blocks: Items[FullBlock], is_stored: bool) -> list[int]:
+        """A sequence uses ``blocks``.  Returns the host blocks that it uses from now on.
 
-        ``is_stored``: whether its K/V are stored before this step.  Returns the host block with
-        this content, which the sequence then uses too, or None.
+        ``is_stored``: whether their K/V are stored before this step.
         """
+        found: list[int] = []
+        if self.store != "back":  # what is stored must evict no later block of the sequence
+            hosts = [self.pool.find(hashes[position]) for _, hashes, position in blocks]
+            found = [host for host in hosts if host is not None]
+            self.pool.share(found)
+        used = [self._use(block, is_stored) for block in blocks]
+        self.pool.free(found)
+        return [host for host in used if host is not None]
+
+    def _use(self, full: FullBlock, is_stored: bool) -> int | None:
+        block, hashes, position = full
         key, parent = hashes[position], hashes[position - 1] if position else None
         if self.store == "back" and block not in self._on_device:
             self._on_device[block] = key, parent, position

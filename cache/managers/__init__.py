@@ -5,11 +5,9 @@ from typing import Any
 
 from cache.checks import shown
 from cache.managers.base import (
-    TIER_OPTIONS,
     AllocStatus,
     CacheManager,
     CacheOptions,
-    CacheStats,
     InterruptedChange,
     UnsupportedByDesign,
 )
@@ -17,6 +15,8 @@ from cache.managers.contiguous import Contiguous
 from cache.managers.nano_vllm import NanoVLLM
 from cache.managers.paged import Paged
 from cache.managers.radix import Radix
+from cache.managers.stats import CacheStats
+from cache.managers.tiered import TIER_OPTIONS, with_tier
 from cache.managers.vllm_v0 import VLLMv0
 from cache.managers.vllm_v1 import VLLMv1
 from cache.policies.base import EvictionPolicy
@@ -113,7 +113,7 @@ def make_manager(
         inclusive=inclusive,
     )
     try:
-        manager = design(options, **design_options)
+        manager = with_tier(design, options)(options, **design_options)
     except (ValueError, UnsupportedByDesign, MemoryError):
         raise
     except (Exception, SystemExit) as error:

@@ -53,6 +53,7 @@ from cache.blocks.memory_usage import MemoryUsage
 from cache.blocks.sequence import Sequence
 from cache.blocks.session_hint import SessionHint
 from cache.checks import as_int, at_least, require, shown, true_or_false
+from cache.managers.stats import CacheStats
 from cache.policies.base import EvictionPolicy, RequestInfo
 
 Copies = list[tuple[int, int]]
@@ -92,54 +93,14 @@ class _Change:
         self._manager = manager
 
     def __enter__(self) -> None:
-        self._manager._check_usable()
+        if self._manager.interruption:
+            raise InterruptedChange(self._manager.interruption)
 
     def __exit__(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
         if error is None:
             self._manager.interruption = ""
         elif self._manager.interruption:
             self._manager.interruption = repr(error)
-
-
-@dataclass(frozen=True, slots=True)
-class CacheStats:
-    """Counters of a manager since it was made.
-
-    A preempted sequence that resumes finds its own blocks.  As in vLLM's ``PrefixCacheStats``,
-    resumptions therefore have separate counters, and hit rates count only first allocations.
-    ``queried_blocks`` counts the full blocks of the allocated sequences.
-
-    ``hit_blocks`` counts device blocks, ``host_hit_blocks`` the further blocks of hits that are in
-    host memory.  ``stored_blocks`` and ``loaded_blocks`` count moves to and from host memory.
-    """
-
-    num_allocations: int = 0
-    queried_tokens: int = 0
-    hit_tokens: int = 0
-    queried_blocks: int = 0
-    hit_blocks: int = 0
-    num_resumptions: int = 0
-    resumed_queried_tokens: int = 0
-    resumed_hit_tokens: int = 0
-    resumed_queried_blocks: int = 0
-    resumed_hit_blocks: int = 0
-    allocated_blocks: int = 0
-    evicted_blocks: int = 0
-    copied_blocks: int = 0
-    host_hit_blocks: int = 0
-    resumed_host_hit_blocks: int = 0
-    stored_blocks: int = 0
-    loaded_blocks: int = 0
-
-    @property
-    def token_hit_rate(self) -> float:
-        """Cached tokens of first allocations divided by all their tokens; 0 without allocations."""
-        return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0
-
-    @property
-    def block_hit_rate(self) -> float:
-        """Cached blocks of first allocations divided by all their full blocks; 0 without blocks."""
-        return self.hit_blocks / self.queried_blocks if self.queried_blocks else 0.0
 
 
 MIDDLE = "an interrupt"
@@ -170,16 +131,6 @@ class Hit(NamedTuple):
 NOTHING = Hit()
 
 
-class _FullBlocks(NamedTuple):
-    """(block, keys, position) of full blocks of a sequence before the position ``end``."""
-
-    blocks: Items[tuple[int, Items[bytes], int]] = ()
-    end: int = 0
-
-
-_NO_BLOCKS = _FullBlocks()
-
-
 @dataclass(slots=True, eq=False)
 class Table:
     """The blocks of ``seq`` in token order.  ``seq.num_computed_tokens`` tokens are stored."""
@@ -207,9 +158,6 @@ class CacheOptions:
     store: str = "through"
     store_threshold: int = 2
     inclusive: bool = True
-
-
-TIER_OPTIONS = "host_blocks", "host_policy", "store", "store_threshold", "inclusive"
 
 
 def _not_offered(feature: str) -> Callable[..., Any]:
@@ -267,9 +215,15 @@ class CacheManager(abc.ABC):
     max_in_flight_tokens: int | None = None
     """Maximum number of tokens of a sequence that get slots in one call.  A scheduler that computes
     prompts in chunks sets it, so that ``can_allocate`` counts no block behind a window."""
+    has_states: bool = False
+    """Whether a group has the kind "state".  If not, ``chunk_end`` changes no end."""
 
     tier: HostTier | None = None
-    """The tier in host memory, if there is one."""
+    """The tier in host memory, if there is one.  ``cache.managers.tiered`` uses it."""
+
+    queue_readers: tuple[tuple[EvictionPolicy, BlockHasher], ...] = ()
+    """Policies that define ``on_queued``, with the hashers of their keys.  If there is none,
+    ``on_queued`` does nothing."""
 
     clock: Callable[[], float] | None = None
     """Returns the time in seconds for policies.  An engine sets it.  None: the time is unknown."""
@@ -277,10 +231,12 @@ class CacheManager(abc.ABC):
     interruption: str
     """The error that interrupted a change; empty while the state is consistent."""
 
-    _listener: Callable[[RequestInfo], None] | None = None
-    """The policy's ``tell``, if the policy overrides it."""
-    _policy: EvictionPolicy | None = None
-    """The policy, if the design uses one."""
+    _policies: tuple[EvictionPolicy, ...] = ()
+    """The policies of the device's and of the tier's blocks."""
+    _listeners: tuple[Callable[[RequestInfo], None], ...] = ()
+    """The method ``tell`` of each policy that overrides it."""
+    _prompt_readers: tuple[tuple[EvictionPolicy, BlockHasher], ...] = ()
+    """Policies that define ``look_up``, with the hashers of their keys."""
 
     _table_class: ClassVar[type[Table]] = Table
 
@@ -322,40 +278,11 @@ class CacheManager(abc.ABC):
                     f"a digest of 128 bits or more; choose from {', '.join(strong)}"
                 )
         self._counts = dict.fromkeys(CacheStats.__dataclass_fields__, 0)
-        if at_least(0, "host_blocks", options.host_blocks):
-            self.tier = self._new_tier(options)
-        for name in TIER_OPTIONS:
-            if self.tier is None and getattr(options, name) != getattr(CacheOptions, name):
-                raise ValueError(f"{name}={shown(getattr(options, name))}: needs host_blocks > 0")
         self._tables: dict[Hashable, Any] = {}  # of _table_class
         self._preempted: set[Hashable] = set()  # ids of sequences that will resume
         self._version = 0  # a change makes earlier hits stale
         self.interruption = ""
         self._change = _Change(self)
-
-    def _new_tier(self, options: CacheOptions) -> HostTier:
-        if not self.prefix_caching:
-            raise UnsupportedByDesign(self.name, "host_blocks: it shares no prefixes")
-        if not self.enable_prefix_caching:
-            raise ValueError(
-                f"host_blocks={options.host_blocks}: the tier holds cached prefixes; needs "
-                "enable_prefix_caching=True"
-            )
-        if options.host_policy is options.policy and not isinstance(options.policy, str):
-            raise ValueError("host_policy: is the policy of the device; needs an object of its own")
-        if self.own_hash and self._hasher.digest_size >= 16:
-            hasher = self._hasher
-        else:  # host blocks are not compared by their tokens
-            hasher = BlockHasher("xxh3_128", self.block_size)
-        return HostTier(
-            options.host_blocks,
-            policy=options.host_policy,
-            store=options.store,
-            store_threshold=options.store_threshold,
-            inclusive=options.inclusive,
-            hasher=hasher,
-            counts=self._counts,
-        )
 
     def __repr__(self) -> str:
         return (
@@ -364,14 +291,12 @@ class CacheManager(abc.ABC):
         )
 
     def on_queued(self, position: tuple[int, ...], seq: Sequence | None = None) -> None:
-        """Tell the policy that ``seq`` waits at ``position``.  None: it has left the queue.
+        """Tell policies that ``seq`` waits at ``position``.  None: it has left the queue.
 
-        Only designs with a block pool tell their policy.  The policy of the tier is told, too.
+        Only the policies of a block pool and of a tier are told.  They are ``queue_readers``.
         """
-        if self.tier is not None and "on_queued" in self.tier.pool.policy.hooks:
-            self.tier.pool.policy.on_queued(
-                position, self._keys(seq, self.tier.hasher) if seq else ()
-            )
+        for policy, hasher in self.queue_readers:
+            policy.on_queued(position, self._keys(seq, hasher) if seq else ())
 
     def correct(self, hint: SessionHint) -> None:
         """Give a corrected ``hint`` to the policy, if it defines ``correct``.  Moves no block.
@@ -381,8 +306,8 @@ class CacheManager(abc.ABC):
         if not isinstance(hint, SessionHint):
             raise ValueError(f"hint={shown(hint)}: needs a SessionHint")
         self._check_usable()
-        for policy in (self._policy, None if self.tier is None else self.tier.pool.policy):
-            if policy is not None and "correct" in policy.hooks:
+        for policy in self._policies:
+            if "correct" in policy.hooks:
                 policy.correct(RequestInfo(self._time_ms(), *[math.nan] * 3, *hint.numbers))
 
     def find(self, seq: Sequence, limit: int | None = None) -> Hit:
@@ -390,14 +315,8 @@ class CacheManager(abc.ABC):
 
         The prefix always leaves at least one token of ``seq`` to compute.
         """
-        hit = self._find_on_device(seq, limit)
-        if self.tier is None:
-            return hit
-        longest = self._max_hits(seq)
-        return self._with_loads(seq, hit, longest if limit is None else min(longest, limit))
-
-    def _find_on_device(self, seq: Sequence, limit: int | None = None) -> Hit:
-        self._check_usable()
+        if self.interruption:
+            raise InterruptedChange(self.interruption)
         if not self.enable_prefix_caching:
             return NOTHING
         longest = self._max_hits(seq)
@@ -406,14 +325,6 @@ class CacheManager(abc.ABC):
         blocks, match = self._match(seq, longest)
         num_tokens = len(blocks) * self.block_size
         return Hit(blocks, num_tokens, match, self._version, seq, self, len(blocks))
-
-    def _with_loads(self, seq: Sequence, hit: Hit, limit: int) -> Hit:
-        """Extend ``hit`` up to ``limit`` blocks by blocks in host memory."""
-        assert self.tier is not None
-        first = len(hit.blocks)
-        found = self.tier.lookup(self.tier.hasher.block_hashes(seq)[first:limit])
-        loads = [(0, position, host) for position, host in enumerate(found, first)]
-        return hit._replace(num_tokens=(first + len(loads)) * self.block_size, loads=loads)
 
     def _max_hits(self, seq: Sequence) -> int:
         """Maximum length of a hit of ``seq``, in blocks."""
@@ -424,7 +335,7 @@ class CacheManager(abc.ABC):
 
         Blocks in host memory are left out.
         """
-        hit = self._find_on_device(seq)
+        hit = CacheManager.find(self, seq)  # on the device
         return list(hit.blocks), hit.num_tokens
 
     def can_allocate(self, seq: Sequence, hit: Hit | None = None) -> AllocStatus:
@@ -435,7 +346,8 @@ class CacheManager(abc.ABC):
 
         ``hit`` is the result of ``find``.  If it is None or stale, the prefix is looked up again.
         """
-        self._check_usable()
+        if self.interruption:
+            raise InterruptedChange(self.interruption)
         num_tokens = len(seq.token_ids)
         needed = -(-num_tokens // self.block_size)
         if not self._is_full:
@@ -487,12 +399,9 @@ class CacheManager(abc.ABC):
             num_hits = hit.num_device_blocks
             counts[f"{kind}hit_tokens"] += num_hits * self.block_size
             counts[f"{kind}hit_blocks"] += num_hits
+            counts[f"{kind}host_hit_blocks"] += hit.num_tokens // self.block_size - num_hits
             seq.num_cached_tokens, seq.num_computed_tokens = hit.num_tokens, end
             seq.table_version += 1
-            if self.tier is not None:
-                num_loaded = hit.num_tokens // self.block_size - num_hits
-                counts[f"{kind}host_hit_blocks"] += num_loaded
-                self._load(table, hit)
         return copies
 
     def allocate(self, seq: Sequence) -> int:
@@ -525,15 +434,12 @@ class CacheManager(abc.ABC):
             seq.num_cached_tokens, seq.num_computed_tokens = table.seq.num_cached_tokens, start
             seq.table_version += 1
             table.seq = seq
-        before = None if self.tier is None else self._before_growth(table)
         with self._change:
             copies = self._extend(table, start, end)
             self._version += 1
             if copies or -(-end // self.block_size) > -(-start // self.block_size):
                 seq.table_version += 1
             seq.num_computed_tokens = end
-            if before is not None:
-                self._note_growth(table, before, copies)
         return copies
 
     def can_append(self, seq: Sequence) -> bool:
@@ -578,9 +484,10 @@ class CacheManager(abc.ABC):
             return self.append(seq, start + count, num_lookahead_tokens)
         hit = NOTHING
         if len(computed_blocks) or not self._is_full:
-            hit = self._find_on_device(seq, len(computed_blocks) if self._is_full else None)
+            limit = len(computed_blocks) if self._is_full else None
+            hit = CacheManager.find(self, seq, limit)  # on the device
             if len(hit.blocks) > len(computed_blocks):
-                hit = self._find_on_device(seq, len(computed_blocks))
+                hit = CacheManager.find(self, seq, len(computed_blocks))
         if list(hit.blocks) != list(computed_blocks):
             raise ValueError(
                 f"computed_blocks={list(computed_blocks)}: these do not hold the prefix of "
@@ -614,10 +521,6 @@ class CacheManager(abc.ABC):
         copy = self._table_class(child)
         with self._change:
             self.interruption = MIDDLE
-            if self.tier is not None:
-                self._use(table, self._new_full_blocks(table), is_stored=True)
-                copy.num_noted, copy.host_blocks = table.num_noted, table.host_blocks.copy()
-                self.tier.pool.share(copy.host_blocks)
             self._share(table, copy)
             self._tables[child.seq_id] = copy
             self._version += 1
@@ -631,12 +534,10 @@ class CacheManager(abc.ABC):
         """
         table = self._table_of(seq)
         known = table.seq.num_tokens - table.seq.num_unknown_tokens
-        self._notify_policy(table.seq, known - table.seq.num_prompt_tokens, is_finished)
+        if self._listeners:
+            self._notify_policy(table.seq, known - table.seq.num_prompt_tokens, is_finished)
         with self._change:
             self.interruption = MIDDLE
-            if self.tier is not None:
-                self._use(table, self._new_full_blocks(table), is_stored=True)
-                self.tier.pool.free(table.host_blocks)
             self._release(table)
             del self._tables[seq.seq_id]
             if not is_finished:
@@ -654,14 +555,7 @@ class CacheManager(abc.ABC):
         of the step are written.  No pair may be left out.  Do not free a sequence between the call
         that gives it slots and this call.
         """
-        if self.tier is None:
-            return [], []
-        if "tell" in self.tier.pool.policy.hooks:
-            self.tier.pool.policy.tell(RequestInfo(self._time_ms(), *[math.nan] * 3))
-        with self._change:
-            self.interruption = MIDDLE
-            self._version += 1
-            return self.tier.take_transfers()
+        return [], []
 
     def drop(self, seq: Sequence) -> None:
         """Forget the preempted sequence ``seq``, which will not resume."""
@@ -701,8 +595,6 @@ class CacheManager(abc.ABC):
             if self._tables:
                 return False
             self.interruption = MIDDLE
-            if self.tier is not None:
-                self.tier.reset()
             self._forget()
             self._version += 1
         return True
@@ -762,9 +654,6 @@ class CacheManager(abc.ABC):
                 f"{seq_id!r}: table {blocks} for {stored} tokens",
             )
             require(stored > 0, f"{seq_id!r}: {stored} tokens are stored")
-        if self.tier is not None:
-            tables = self._tables.values()
-            self.tier.check_invariants(b for table in tables for b in table.host_blocks)
 
     def _check_usable(self) -> None:
         if self.interruption:
@@ -788,22 +677,20 @@ class CacheManager(abc.ABC):
         self, seq: Sequence, output_tokens: float = math.nan, is_finished: bool = False
     ) -> None:
         """Tell the policies which request causes the next calls."""
-        if self._listener or self.tier is not None:
-            prompt = seq.num_prompt_tokens
-            blocks = prompt // self.block_size
-            hints = seq.hints if is_finished else (math.nan, math.nan, *seq.hints[2:3])
-            request = RequestInfo(self._time_ms(), prompt, output_tokens, blocks, *hints)
-            if self._listener:
-                self._listener(request)
-            if self.tier is not None:
-                self.tier.pool.policy.tell(request)
+        prompt = seq.num_prompt_tokens
+        blocks = prompt // self.block_size
+        hints = seq.hints if is_finished else (math.nan, math.nan, *seq.hints[2:3])
+        request = RequestInfo(self._time_ms(), prompt, output_tokens, blocks, *hints)
+        for tell in self._listeners:
+            tell(request)
 
     def _notify_of_admission(self, seq: Sequence) -> None:
         """Tell the policies that ``seq`` is admitted.  Blocks are checked, and none is taken."""
-        self._notify_policy(seq)
-        if self.tier is not None and "look_up" in self.tier.pool.policy.hooks:
-            keys = self._keys(seq, self.tier.hasher, self._max_hits(seq))
-            self.tier.pool.policy.look_up(keys)
+        for policy, hasher in self._prompt_readers:
+            caching = self.enable_prefix_caching
+            policy.look_up(self._keys(seq, hasher, self._max_hits(seq)) if caching else [])
+        if self._listeners:
+            self._notify_policy(seq)
 
     def _time_ms(self) -> float:
         return 1000 * self.clock() if self.clock else math.nan
@@ -812,68 +699,6 @@ class CacheManager(abc.ABC):
         """Keys of the first ``limit`` blocks of ``seq`` in each group."""
         chains = (hasher.block_hashes(seq, group) for group in range(len(self.groups)))
         return [key for chain in chains for key in chain[:limit]]
-
-    def _load(self, table: Any, hit: Hit) -> None:
-        """Tell the tier of the new ``table``, which begins with ``hit``."""
-        assert self.tier is not None
-        tables = self._blocks_by_group(table)
-        for group, position, host in hit.loads:  # first, so that no host block is evicted
-            self.tier.load(host, tables[group][position])
-        self._note_growth(table, (_NO_BLOCKS, [0] * len(tables)), [])
-
-    def _before_growth(self, table: Any) -> tuple[_FullBlocks, list[int]]:
-        """Full blocks of ``table`` that the tier does not know, and the lengths of its tables."""
-        return self._new_full_blocks(table), [len(part) for part in self._blocks_by_group(table)]
-
-    def _note_growth(
-        self, table: Any, before: tuple[_FullBlocks, list[int]], copies: Copies
-    ) -> None:
-        """Tell the tier of the blocks that ``table`` took since ``before``, and of full blocks."""
-        assert self.tier is not None
-        self.interruption = MIDDLE
-        late, lengths = before
-        self._use(table, late, is_stored=True)
-        for _, block in copies:
-            self.tier.taken(block, None)
-        new = self._new_full_blocks(table)
-        for group, blocks in enumerate(self._blocks_by_group(table)):
-            hashes = self.tier.hasher.block_hashes(table.seq, group)
-            for position in range(lengths[group], len(blocks)):
-                if blocks[position] != FREED:
-                    key = hashes[position] if position < new.end else None
-                    self.tier.taken(blocks[position], key)
-        self._use(table, new, is_stored=False)
-
-    def _new_full_blocks(self, table: Any) -> _FullBlocks:
-        """The full blocks of ``table`` that the tier does not know yet."""
-        assert self.tier is not None
-        new = []
-        for group, blocks in enumerate(self._blocks_by_group(table)):
-            hashes = self.tier.hasher.block_hashes(table.seq, group)
-            end = min(table.seq.num_computed_tokens // self.block_size, len(hashes))
-            for position in self._cacheable(table, group, table.num_noted, end):
-                if blocks[position] != FREED:
-                    new.append((blocks[position], hashes, position))
-        return _FullBlocks(new, end)
-
-    def _cacheable(self, table: Any, group: int, first: int, last: int) -> Items[int]:
-        """Positions from ``first`` to before ``last`` whose blocks a later hit may need."""
-        return range(first, last)
-
-    def _use(self, table: Any, new: _FullBlocks, *, is_stored: bool) -> None:
-        """Let the sequence of ``table`` use the ``new`` blocks in the tier."""
-        assert self.tier is not None
-        found: list[int] = []
-        if self.tier.store != "back":  # what is stored must evict no later block of the sequence
-            hosts = [self.tier.pool.find(hashes[position]) for _, hashes, position in new.blocks]
-            found = [host for host in hosts if host is not None]
-            self.tier.pool.share(found)
-        for block, hashes, position in new.blocks:
-            host = self.tier.use(block, hashes, position, is_stored)
-            if host is not None:
-                table.host_blocks.append(host)
-        self.tier.pool.free(found)
-        table.num_noted = max(table.num_noted, new.end)
 
     @abc.abstractmethod
     def _extend(self, table: Any, start: int, end: int) -> Copies:

@@ -10,7 +10,6 @@ from itertools import chain
 
 from cache.blocks.events import BlockStored
 from cache.blocks.pool import BlockPool, OutOfBlocks, check_free
-from cache.blocks.sequence import Sequence
 from cache.checks import require
 from cache.managers.base import FREED, MIDDLE, CacheManager, CacheOptions, Copies, Hit, Table
 from cache.policies import as_policy
@@ -50,17 +49,15 @@ class PooledManager(CacheManager):
     def __init__(self, options: CacheOptions) -> None:
         super().__init__(options)
         self.pool = BlockPool(self.num_blocks, as_policy(options.policy), self._counts)
-        self._policy = self.pool.policy
-        self._listener = self.pool.policy.tell if "tell" in self.pool.policy.hooks else None
+        policy = self.pool.policy
+        self._policies = (policy,)
+        self._listeners = (policy.tell,) if "tell" in policy.hooks else ()
+        self.queue_readers = ((policy, self._hasher),) if "on_queued" in policy.hooks else ()
+        self._prompt_readers = ((policy, self._hasher),) if "look_up" in policy.hooks else ()
 
     @property
     def num_free_blocks(self) -> int:
         return self.pool.num_free_blocks
-
-    def on_queued(self, position: tuple[int, ...], seq: Sequence | None = None) -> None:
-        if "on_queued" in self.pool.policy.hooks:
-            self.pool.policy.on_queued(position, self._keys(seq, self._hasher) if seq else ())
-        super().on_queued(position, seq)
 
     def check_invariants(self) -> None:
         super().check_invariants()
@@ -100,16 +97,12 @@ class PooledManager(CacheManager):
 
     def _begin(self, table: PooledTable, hit: Hit, end: int) -> Copies:
         slots = end + table.num_lookahead_tokens
-        if self._is_full:
-            needed = self._num_blocks_of(table, 0, slots) - len(hit.blocks) + self._num_idle(hit)
-        else:
-            needed = self._num_taken(slots, hit)
-        check_free(needed, self.pool.num_free_blocks)
-        if "look_up" in self.pool.policy.hooks:
-            keys = []
-            if self.enable_prefix_caching:
-                keys = self._keys(table.seq, self._hasher, self._max_hits(table.seq))
-            self.pool.policy.look_up(keys)
+        free = self.pool.num_free_blocks
+        if not self._is_full:
+            check_free(self._num_taken(slots, hit), free)
+        elif (needed := self._num_blocks_of(table, 0, slots)) > free:
+            needed -= len(hit.blocks) - self._num_idle(hit)  # those in use need no free block
+            check_free(needed, free)
         self._notify_of_admission(table.seq)
         self.interruption = MIDDLE
         self._share_hit(table, hit.blocks)

@@ -56,8 +56,8 @@ class Radix(CacheManager):
     def __init__(self, options: CacheOptions) -> None:
         super().__init__(options)
         self.tree = RadixTree(self.block_size, as_policy(options.policy), self.num_blocks)
-        self._policy = self.tree.policy
-        self._listener = self.tree.tell if "tell" in self.tree.policy.hooks else None
+        self._policies = (self.tree.policy,)
+        self._listeners = (self.tree.tell,) if "tell" in self.tree.policy.hooks else ()
         self._free = array("i", range(self.num_blocks))[::-1]  # a stack
         self._extra_users: Counter[int] = Counter()  # blocks outside the tree shared by forks
 

@@ -103,7 +103,7 @@ class VLLMv0(CacheManager):
         if not is_share:
             raise ValueError(f"watermark={watermark!r}: needs a share of the blocks in [0, 1)")
         self.num_cpu_blocks = at_least(0, "num_cpu_blocks", num_cpu_blocks)
-        if num_cpu_blocks and self.tier is not None:
+        if num_cpu_blocks and options.host_blocks:
             raise ValueError(
                 f"num_cpu_blocks={num_cpu_blocks}: host_blocks={options.host_blocks} keep the "
                 "blocks of preempted sequences; give one of them"
@@ -121,8 +121,11 @@ class VLLMv0(CacheManager):
             self.groups = (Group("window", window),)
         if policy != "lru" and not caching:
             raise UnsupportedByDesign(self.name, f"a policy ({policy!r}) without prefix caching")
-        self._policy = evictor = LRUEvictor() if policy == "lru" else as_policy(policy)
-        self._listener = evictor.tell if "tell" in evictor.hooks else None
+        evictor = LRUEvictor() if policy == "lru" else as_policy(policy)
+        self._policies = (evictor,)
+        self._listeners = (evictor.tell,) if "tell" in evictor.hooks else ()
+        reads = caching and "look_up" in evictor.hooks
+        self._prompt_readers = ((evictor, self._hasher),) if reads else ()
         self.gpu = BlockAllocator(self.num_blocks, evictor, caching)
         self.cpu = BlockAllocator(self.num_cpu_blocks, LRUEvictor(), caching)
         self.gpu.counts = self._counts
@@ -214,8 +217,6 @@ class VLLMv0(CacheManager):
         check_free(self._num_planned(plan), self.gpu.num_free_blocks)
         if not table.blocks:
             self._notify_of_admission(table.seq)
-            if self.enable_prefix_caching:
-                self.gpu.evictor.look_up(self._hashes(table.seq)[: self._max_hits(table.seq)])
         now = self._clock()
         self.interruption = MIDDLE
         self._mark_as_computed(table)

@@ -82,7 +82,7 @@ class VLLMv1(PooledManager):
         self.retention = check_retention(retention, self.groups, self.block_size)
         kinds = [(group.kind, group.window) for group in self.groups]
         self._is_full = kinds == [("full", None)]
-        self._has_states = ("state", None) in kinds
+        self.has_states = ("state", None) in kinds
         # Groups of a kind are found together, full groups first.
         self._alike = [
             (Group(*kind), [number for number, other in enumerate(kinds) if other == kind])
@@ -109,7 +109,7 @@ class VLLMv1(PooledManager):
         """
         size, num_tokens = self.block_size, len(seq.token_ids)
         prompt_end = max(seq.num_prompt_tokens, num_tokens - 1)
-        if not self._has_states or start >= prompt_end:
+        if not self.has_states or start >= prompt_end:
             return end
         aligned = end // size * size
         is_wide = self.max_in_flight_tokens is not None and size > self.max_in_flight_tokens
@@ -160,8 +160,6 @@ class VLLMv1(PooledManager):
         return tables
 
     def _with_loads(self, seq: Sequence, hit: Hit, limit: int) -> Hit:
-        if self._is_full:
-            return super()._with_loads(seq, hit, limit)
         assert self.tier is not None
         pool, tier, keys = self.pool, self.tier, self._keys_by_group(seq)
         limit = min(limit, len(keys[0]))
@@ -181,11 +179,6 @@ class VLLMv1(PooledManager):
         return hit._replace(
             blocks=tables[0], num_tokens=length * self.block_size, match=match, loads=loads
         )
-
-    def _cacheable(self, table: PooledTable, group: int, first: int, last: int) -> Items[int]:
-        if self._is_full:
-            return range(first, last)
-        return self._kept((table, *table.others)[group], first, last)
 
     def _num_to_admit(self, num_tokens: int, hit: Hit) -> int:
         chunk = self.max_in_flight_tokens if len(self.groups) > 1 else None
@@ -241,7 +234,7 @@ class VLLMv1(PooledManager):
 
     def _extend_groups(self, table: PooledTable, start: int, end: int, num_blocks: int) -> Copies:
         limit = -(-start // self.block_size) * self.block_size
-        if self._has_states and start < limit < end:
+        if self.has_states and start < limit < end:
             raise ValueError(
                 f"end={end}: with a state group a call from {start} needs an end of at most {limit}"
             )
@@ -300,7 +293,8 @@ class VLLMv1(PooledManager):
         for part in (table, *table.others):
             first, last = part.num_given_back, self._num_unseen(part, start)
             if last > first:
-                self._notify_policy(table.seq)
+                if self._listeners:
+                    self._notify_policy(table.seq)
                 with self._change:
                     self._fill(part, 0, start)  # caches a block with a token unknown until now
                     self.interruption = MIDDLE

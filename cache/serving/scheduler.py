@@ -224,7 +224,9 @@ class Scheduler:
                 if not budget:
                     break
                 start = seq.num_computed_tokens
-                end = self.manager.chunk_end(seq, start, start + min(count, budget))
+                end = start + min(count, budget)
+                if self.manager.has_states:
+                    end = self.manager.chunk_end(seq, start, end)
                 count = end - start
                 if not count:  # less than a block, of a model with states
                     continue
@@ -278,7 +280,8 @@ class Scheduler:
             if count is None:
                 break
             self.waiting.pop()
-            self.manager.on_queued(seq.order)
+            if self.manager.queue_readers:
+                self.manager.on_queued(seq.order)
             seq.status = Status.RUNNING
             bisect.insort(self.running, seq, key=attrgetter("order"))
             step.admitted.append(seq)
@@ -311,9 +314,10 @@ class Scheduler:
         end = min(num_tokens, start + budget)
         if end < num_tokens and not self.chunked_prefill:
             return None
-        end = self.manager.chunk_end(seq, start, end, hit)
-        if end == start and end < num_tokens:
-            return None
+        if self.manager.has_states:
+            end = self.manager.chunk_end(seq, start, end, hit)
+            if end == start and end < num_tokens:
+                return None
         try:
             step.copies += self.manager.admit(seq, hit, end)
         except OutOfBlocks:
