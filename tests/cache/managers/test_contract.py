@@ -259,17 +259,25 @@ def test_worked_example_of_an_image(name):
 @pytest.mark.parametrize(
     "duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"]
 )
-@every_manager
-def test_a_copy_goes_on_as_the_original_would(name, duplicate):
+@pytest.mark.parametrize(
+    ("name", "tier"),
+    [*((name, {}) for name in NAMES), *((name, {"host_blocks": 999}) for name in CACHING),
+     ("vllm_v1", {"host_blocks": 99, "store": "selective", "host_policy": "gittins"})],
+)  # fmt: skip
+def test_a_copy_goes_on_as_the_original_would(name, tier, duplicate):
     """Also of long prompts and conversations of many turns, which are linked lists."""
-    managers = [manager_of(name, 8192, 2), duplicate(manager_of(name, 8192, 2))]
+    manager = manager_of(name, 8192, 2, **tier)
+    managers = [manager, duplicate(manager)]
+    assert isinstance(manager, MANAGERS[name])
+    assert type(managers[1]) is type(manager)
     prompts = [[*range(4 * turn)] for turn in range(1, 300)] + [[7] * 50, [*range(2500), 8]]
     for number, prompt in enumerate(prompts):
         tables = []
         for manager in managers:
             seq = Sequence(number, prompt)
             num_cached = manager.allocate(seq)
-            tables.append((num_cached, manager.block_table(seq), manager.stats))
+            facts = num_cached, manager.block_table(seq), manager.take_transfers(), manager.stats
+            tables.append(facts)
             if number % 100:
                 manager.free(seq)
         assert tables[0] == tables[1]
@@ -277,3 +285,4 @@ def test_a_copy_goes_on_as_the_original_would(name, duplicate):
             managers[number % 2] = duplicate(managers[0])
     for manager in managers:
         manager.check_invariants()
+        assert (manager.stats.stored_blocks > 0) is bool(tier)

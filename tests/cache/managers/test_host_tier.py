@@ -1,14 +1,11 @@
 """The tier in host memory; test_a_tier_changes_no_text in test_engine.py serves random requests."""
 
-import copy
-import pickle
 from unittest.mock import Mock
 
 import pytest
-from manager_helpers import CACHING, manager_of, started
+from manager_helpers import manager_of, started
 
 from cache import POLICIES, Group, OutOfBlocks, Sequence, UnsupportedByDesign
-from cache.managers import MANAGERS
 from cache.managers.base import NOTHING
 
 LRU = POLICIES["lru"]()
@@ -89,26 +86,6 @@ def test_a_state_that_is_loaded_needs_a_block():
         seq = started(manager, number, [number])
     with pytest.raises(OutOfBlocks, match="4 blocks are needed, 3 are free"):
         manager.admit(first, manager.find(first), 2)
-
-
-@pytest.mark.parametrize("name", CACHING)
-@pytest.mark.parametrize("options", [{}, {"store": "selective"}, {"store": "back"}])
-def test_a_copy_serves_as_the_original(name, options):
-    options = options | {"host_blocks": 9, "host_policy": "gittins", "store_threshold": 1}
-    manager = manager_of(name, 6, 2, **options)
-    for number in range(4):
-        manager.free(started(manager, number, range(number, number + 7)))
-        manager.take_transfers()
-    copies = copy.deepcopy(manager), pickle.loads(pickle.dumps(manager)), manager
-    assert {type(twin) for twin in copies} == {type(manager)}
-    assert isinstance(manager, MANAGERS[name])
-    assert repr(copies[0]) == repr(copies[1]) == repr(manager)
-    outcomes = []
-    for twin in copies:
-        seq = started(twin, "next", range(2, 9))
-        outcomes.append((seq.num_cached_tokens, twin.take_transfers(), twin.stats))
-    assert outcomes[0] == outcomes[1] == outcomes[2]
-    assert twin.stats.host_hit_blocks
 
 
 def test_the_policy_sees_one_access_for_each_sequence():
