@@ -10,8 +10,7 @@ device and host memory, makes the copies, and writes K/V.  After every step
 - free and used blocks and slots add up, and the manager's own invariants hold,
 - a call that failed has changed nothing.
 
-The machine of a design makes the manager (``make_manager``) and may predict more
-(``expected_hits``, ``blocks_needed``, ``observe``).
+The machine of a design may predict more (``expected_hits``, ``blocks_needed``, ``observe``).
 """
 
 from collections import Counter
@@ -21,7 +20,7 @@ from random import Random
 
 import pytest
 from hypothesis import note
-from manager_helpers import state_of
+from manager_helpers import manager_of, state_of
 
 from cache import AllocStatus, OutOfBlocks, Sequence
 from cache.managers.base import FREED
@@ -46,8 +45,9 @@ def held(table: list[int]) -> list[int]:
 
 
 class Machine:
-    """Calls for what the design under test offers.  By default one call is a step."""
+    """Calls for what the design ``name`` offers.  By default one call is a step."""
 
+    name = ""
     predicts = True
     """Whether the machine knows which calls succeed, and which blocks they share."""
     takes_only_new = True
@@ -59,7 +59,8 @@ class Machine:
     def __init__(self, random: Random) -> None:
         self.random, self.randint, self.pick = random, random.randint, random.choice
         self.size, self.num_blocks = self.pick(self.sizes), self.randint(1, 20)
-        self.manager = self.make_manager()
+        self.options = self.make_options()
+        self.manager = manager_of(self.name, self.num_blocks, self.size, **self.options)
         self.live: dict[int, Live] = {}
         self.waiting: list[Sequence] = []  # preempted
         self.device: dict[tuple[int, int], tuple] = {}  # (block, offset) -> content
@@ -74,9 +75,13 @@ class Machine:
         self.copies: list[tuple[int | None, int]] = []  # None: the block loses its content
         self.shared: set[int] = set()  # blocks to which sequences may write the same content
 
+    def make_options(self) -> dict:
+        """Options of the manager.  May change ``num_blocks``."""
+        return {}
+
     def expected_hits(self, seq: Sequence) -> int | None:
         """Cached tokens that an allocation of ``seq`` must report; None if not predicted."""
-        return 0
+        return None if self.manager.prefix_caching else 0
 
     def expected_status(self, seq: Sequence) -> AllocStatus:
         """The result that ``can_allocate`` must have."""
@@ -430,7 +435,7 @@ class Machine:
             self.manager.free(live.seq)
         self.live = {}
         self.run()
-        self.run()
+        self.run()  # a tier stores some blocks a step later
         self.manager.check_invariants()
         assert self.manager.num_free_blocks == self.num_blocks
         if self.manager.can_reset:

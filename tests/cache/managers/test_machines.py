@@ -6,7 +6,7 @@ from itertools import count
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from manager_helpers import CACHING, ONLINE_POLICIES, OWN, manager_of, state_of
+from manager_helpers import CACHING, ONLINE_POLICIES, OWN, state_of
 from manager_machine import CachingMachine, Live, Machine, held
 
 from cache import AllocStatus, Group, OutOfBlocks, Sequence
@@ -18,16 +18,14 @@ from cache.managers.base import FREED
 class OwnMachine(Machine):
     """A manager of one's own that takes a block for each ``block_size`` tokens."""
 
-    def make_manager(self):
-        return manager_of(OWN[0], self.num_blocks, self.size)
-
-    def expected_hits(self, seq):
-        return None
+    name = "".join(OWN)
 
 
 class PagedMachine(Machine):
-    def make_manager(self):
-        return manager_of("paged", self.num_blocks, self.size, bytes_per_slot=3)
+    name = "paged"
+
+    def make_options(self):
+        return {"bytes_per_slot": 3}
 
     def check(self):
         super().check()
@@ -45,46 +43,27 @@ class VLLMv1Machine(CachingMachine):
 
     name = "vllm_v1"
 
-    def make_manager(self):
+    def make_options(self):
         # One block in each position; lru twice as often, since its queue is predicted exactly.
         self.policy = self.pick([*ONLINE_POLICIES, "lru"])
-        self.caching = self.pick([True, True, True, False])
-        self.collide = self.name == "nano_vllm" and self.pick([True, False])
+        self.caching, self.queue_uncached = self.pick([True, True, True, False]), True
         self.cached: dict[int, tuple] = {}  # block -> content of its last token
         self.queue = list(range(self.num_blocks))
         options = {"policy": self.policy, "enable_prefix_caching": self.caching}
         options["hash_algorithm"] = self.pick(["xxh3_128", "sha256"])
-        self.queue_uncached = self.name == "nano_vllm"
         if self.name == "vllm_v1":
             self.queue_uncached = self.pick([True, False])
             window = self.pick([None, self.randint(1, 3 * self.size)])
             options |= {"queue_uncached": self.queue_uncached, "sliding_window": window}
             options["enable_kv_cache_events"] = True
             self.routed: Counter[bytes] = Counter()  # hashes that a reader of the events knows
-        self.order_known = self.policy == "lru"
-        manager = manager_of(self.name, self.num_blocks, self.size, **options)
-        if self.collide:
-            manager._hasher._digest = lambda data: bytes(7) + bytes([sum(data) % 2])
-        return manager
-
-    def expected_hits(self, seq):
-        # A collision may cost a hit; a false one is seen by its content.
-        return None if self.collide else super().expected_hits(seq)
-
-    def blocks_needed(self, live, end):
-        if self.name == "nano_vllm":
-            if live.seq.seq_id in self.live and end <= -(-live.stored // self.size) * self.size:
-                return 0
-            end = live.seq.num_tokens  # the blocks of all tokens at once
-        return super().blocks_needed(live, end)
+        return options
 
     def observe(self, live: Live, taken: list[int]) -> None:
-        if self.name == "nano_vllm" and taken:
-            assert len(live.table) == -(-live.seq.num_tokens // self.size)
         for block in live.table:
             if block in self.queue and block not in taken:
                 self.queue.remove(block)
-        if self.order_known:
+        if self.policy == "lru":
             assert taken == self.queue[: len(taken)], "not from the front of the queue"
         for block in taken:
             self.queue.remove(block)
@@ -126,15 +105,34 @@ class VLLMv1Machine(CachingMachine):
 class NanoVLLMMachine(VLLMv1Machine):
     name = "nano_vllm"
 
+    def __init__(self, random):
+        super().__init__(random)
+        self.collide = self.pick([True, False])
+        if self.collide:
+            self.manager._hasher._digest = lambda data: bytes(7) + bytes([sum(data) % 2])
+
+    def expected_hits(self, seq):
+        # A collision may cost a hit; a false one is seen by its content.
+        return None if self.collide else super().expected_hits(seq)
+
+    def blocks_needed(self, live, end):
+        if live.seq.seq_id in self.live and end <= -(-live.stored // self.size) * self.size:
+            return 0
+        return super().blocks_needed(live, live.seq.num_tokens)  # the blocks of all tokens at once
+
+    def observe(self, live, taken):
+        assert not taken or len(live.table) == -(-live.seq.num_tokens // self.size)
+        super().observe(live, taken)
+
 
 class RadixMachine(CachingMachine):
-    def make_manager(self):
+    name = "radix"
+
+    def make_options(self):
         self.caching = self.pick([True, True, True, False])
         self.cached_before: set[tuple] = set()  # the running step
         self.admitted: set[tuple] = set()  # full blocks of the prompt that this step admitted
-        options = {"policy": self.pick(ONLINE_POLICIES)}
-        options["enable_prefix_caching"] = self.caching
-        return manager_of("radix", self.num_blocks, self.size, **options)
+        return {"policy": self.pick(ONLINE_POLICIES), "enable_prefix_caching": self.caching}
 
     def nodes(self):
         """All nodes but the root, parents first."""
@@ -188,7 +186,9 @@ def next_power_of_two(number: int) -> int:
 class ContiguousMachine(Machine):
     """The model keeps the range of blocks of each sequence and looks for aligned free ranges."""
 
-    def make_manager(self):
+    name = "contiguous"
+
+    def make_options(self):
         self.runs: dict[int, range] = {}
         self.reserved: dict[int, int] = {}
         self.final: dict[int, int] = {}
@@ -199,7 +199,7 @@ class ContiguousMachine(Machine):
         options = {"reservation": self.reservation, "max_model_len": self.max_model_len}
         if self.knows:
             options["final_length"] = lambda seq: self.final[seq.seq_id]
-        return manager_of("contiguous", self.num_blocks, self.size, **options)
+        return options
 
     def new_sequence(self):
         seq = super().new_sequence()
@@ -301,7 +301,9 @@ class ContiguousMachine(Machine):
 
 
 class VLLMv0Machine(CachingMachine):
-    def make_manager(self):
+    name = "vllm_v0"
+
+    def make_options(self):
         self.caching = self.pick([True, True, False])
         options = {"enable_prefix_caching": self.caching, "watermark": self.pick([0, 0.01, 0.3])}
         self.ring = self.num_blocks + 1
@@ -315,7 +317,7 @@ class VLLMv0Machine(CachingMachine):
         self.swapped: dict[int, Live] = {}
         self.cached: dict[int, tuple] = {}  # block -> content of its last token
         self.computed: set[int] = set()
-        return manager_of("vllm_v0", self.num_blocks, self.size, **options)
+        return options
 
     def contents(self):
         return {self.cached[block] for block in self.computed}
@@ -452,27 +454,24 @@ class TierMachine(Machine):
 
     predicts, num_calls, sizes = False, 8, (1, 2, 3)
 
-    def make_manager(self):
-        options = dict(self.options)
-        options["store"], options["inclusive"] = self.pick(STORES)
-        policies = ["lru", "arc", "gittins", "lfu", "session_gap", "safeguarded"]
-        options |= {"host_blocks": self.randint(1, 30), "host_policy": self.pick(policies)}
-        self.num_blocks = self.randint(3, 6)
-        if "groups" in options:
-            self.num_blocks, options["retention"] = 3 * self.num_blocks, self.pick([None, 0])
-        manager = manager_of(self.name, self.num_blocks, self.size, **options)
-        manager.clock, self.tier = count().__next__, manager.tier
+    def __init__(self, random):
+        super().__init__(random)
+        self.manager.clock, self.tier = count().__next__, self.manager.tier
         self.takes_only_new = self.name != "vllm_v0"  # the others do not look for a full block
         self.keys: dict[bytes, list[tuple]] = {}  # (offset, content) of a block with this key
-        return manager
+
+    def make_options(self):
+        self.num_blocks, options = self.randint(3, 6), dict(self.options)
+        if "groups" in options:
+            self.num_blocks, options["retention"] = 3 * self.num_blocks, self.pick([None, 0])
+        options["store"], options["inclusive"] = self.pick(STORES)
+        policies = ["lru", "arc", "gittins", "lfu", "session_gap", "safeguarded"]
+        return options | {"host_blocks": self.randint(1, 30), "host_policy": self.pick(policies)}
 
     def new_sequence(self):
         seq = super().new_sequence()
         seq.hints = SessionHint(self.randint(0, 3), self.pick([True, False])).numbers
         return seq
-
-    def expected_hits(self, seq):
-        return None
 
     def remember(self, seq: Sequence) -> None:
         """Note what the keys of ``seq`` stand for."""
