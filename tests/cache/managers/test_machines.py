@@ -511,8 +511,8 @@ OPTIONS = {name: {} for name in CACHING} | {
     "vllm_v1 states": {"groups": [Group(), Group("state"), Group("window", 4)]},
 }
 MACHINES = {
-    "paged": (PagedMachine, 2), "contiguous": (ContiguousMachine, 4), "radix": (RadixMachine, 4),
-    "nano_vllm": (NanoVLLMMachine, 4), "vllm_v1": (VLLMv1Machine, 6), "vllm_v0": (VLLMv0Machine, 4),
+    "paged": (PagedMachine, 2), "contiguous": (ContiguousMachine, 6), "radix": (RadixMachine, 5),
+    "nano_vllm": (NanoVLLMMachine, 5), "vllm_v1": (VLLMv1Machine, 6), "vllm_v0": (VLLMv0Machine, 6),
 }  # fmt: skip
 """Machine and number of tests, as a multiple of the profile's examples."""
 for name, options in OPTIONS.items():
