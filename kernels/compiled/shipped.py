@@ -6,12 +6,10 @@ smallest with guaranteed 16-byte accesses. Configurations named fp8 have an fp8 
 head, and bf16 queries, keys and values.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from kernels.testing.cases import OPS, make_case
-from kernels.testing.op import SizesOf
 
 _SIZES: dict[str, Any] = {
     "num_q_heads": 32, "num_kv_heads": 8, "num_tokens": 8192, "num_positions": 8192,
@@ -20,21 +18,7 @@ _SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class ShippedCall:
-    """One configuration of one op."""
-
-    op: str
-    config: str
-    sizes: SizesOf
-
-    def run(self) -> None:
-        """Call the op."""
-        make_case(self.op, **_SIZES | {**self.sizes}).call()
-
-
-def shipped_calls(ops: Sequence[str] | None = None) -> Iterator[ShippedCall]:
-    """Every shipped configuration, or the ones of the named ops."""
-    for op in OPS if ops is None else ops:
-        for config, sizes in OPS[op].shipped.items():
-            yield ShippedCall(op, config, sizes)
+def shipped_calls(op: str) -> Iterator[tuple[str, Callable[[], object]]]:
+    """The name and the call of each shipped configuration of an op."""
+    for config, sizes in OPS[op].shipped.items():
+        yield config, make_case(op, **_SIZES | {**sizes}).call

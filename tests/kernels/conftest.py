@@ -26,10 +26,10 @@ from kernels.compiled.compile import compile_call, read_resources
 from kernels.compiled.shipped import shipped_calls
 
 arch, op, match = {}
-for call in shipped_calls([op]):
-    if re.search(match, call.config):
-        for kernel in compile_call(call.run, ARCHITECTURES[arch]):
-            row = read_resources(call.op, call.config, ARCHITECTURES[arch], *kernel)
+for config, call in shipped_calls(op):
+    if re.search(match, config):
+        for kernel in compile_call(call, ARCHITECTURES[arch]):
+            row = read_resources(op, config, ARCHITECTURES[arch], *kernel)
             print(json.dumps(dataclasses.asdict(row)))
 """
 

@@ -178,12 +178,12 @@ from kernels.compiled.architectures import ARCHITECTURES
 from kernels.compiled.compile import compile_call
 from kernels.compiled.shipped import shipped_calls
 
-for call in shipped_calls(["sample_tokens"]):
-    if call.config.startswith("bf16"):
-        for function, _, compiled in compile_call(call.run, ARCHITECTURES["sm_90"]):
+for config, call in shipped_calls("sample_tokens"):
+    if config.startswith("bf16"):
+        for function, _, compiled in compile_call(call, ARCHITECTURES["sm_90"]):
             ptx = compiled.asm["ptx"]
             adds = "add.f32" in ptx or "add.rn.f32" in ptx
-            print(function.__name__, call.config, adds, "fma" in ptx, sep=",")
+            print(function.__name__, config, adds, "fma" in ptx, sep=",")
 """
 
 
