@@ -81,15 +81,20 @@ def assert_refuses(manager, reason: str) -> None:
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(
-    ("name", "in_policy"), [*((name, False) for name in NAMES), *((name, True) for name in CACHING)]
+    ("name", "in_policy", "host_blocks"),
+    [(name, False, 0) for name in NAMES]
+    + [(name, *kind) for name in CACHING for kind in ((True, 0), (False, 40))],
 )
-def test_an_error_at_any_line(name, in_policy, call):
-    if call in OFFERED and not getattr(MANAGERS[name], OFFERED[call]):
+def test_an_error_at_any_line(name, in_policy, host_blocks, call):
+    offered = call not in OFFERED or getattr(MANAGERS[name], OFFERED[call])
+    if not offered or (host_blocks and call == "swap_out"):
         return
     outcomes, functions = Counter(), set()
     for trial in itertools.count():
         options = {"policy": Hooked()} if in_policy else {}
-        if name == "vllm_v0":
+        if host_blocks:
+            options["host_blocks"] = host_blocks
+        elif MANAGERS[name].can_swap:
             options["num_cpu_blocks"] = 20
         manager = manager_of(name, 20 if name in CACHING else 32, **options)
         used(manager, 0, range(9))
