@@ -161,21 +161,20 @@ def _fma(translation: Translation) -> Step:
     return _floats(translation, lambda a, b, c: a * b + c)
 
 
-def _divide(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(quotient rounded towards zero, remainder). Division by zero is undefined in PTX; here the
-    quotient is all ones and the remainder is the dividend."""
+def _divide(a: np.ndarray, b: np.ndarray, remainder: bool) -> np.ndarray:
+    """The quotient rounded towards zero, or the remainder. Division by zero is undefined in PTX;
+    here the quotient is all ones and the remainder is the dividend."""
     by_zero = b == 0
     b = np.where(by_zero, b.dtype.type(1), b)
-    quotient = a // b
-    if a.dtype.kind == "i":  # floor division; add 1 if the signs differ and it is inexact
-        quotient = quotient + ((quotient * b != a) & ((a < 0) != (b < 0))).astype(a.dtype)
-    quotient = np.where(by_zero, ~a.dtype.type(0), quotient)
-    return quotient, np.where(by_zero, a, a - quotient * b)
+    if remainder:
+        return np.where(by_zero, a, np.fmod(a, b))
+    multiple = a - np.fmod(a, b) if a.dtype.kind == "i" else a  # // alone would round down
+    return np.where(by_zero, ~a.dtype.type(0), multiple // b)
 
 
 @instruction("div", "rem")
 def _div(translation: Translation) -> Step:
-    kind, part = translation.kind, int(translation.parts[0] == "rem")
+    kind, remainder = translation.kind, translation.parts[0] == "rem"
     if is_float(kind):
         return _floats(translation, operator.truediv)
     target, dividend, divisor = translation.operands
@@ -184,7 +183,7 @@ def _div(translation: Translation) -> Step:
 
     def divide(batch, mask):
         by = divisor(batch)
-        write(batch, mask, _divide(dividend(batch), by)[part])
+        write(batch, mask, _divide(dividend(batch), by, remainder))
         if not by.all():
             batch.undefine(target, batch.full(by == 0) & batch.every(mask), "division by zero")
 

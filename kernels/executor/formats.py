@@ -13,18 +13,6 @@ from numba.extending import intrinsic
 LEAST_NORMAL = np.float32(2.0**-126)
 
 
-def bf16_to_f32(bits: np.ndarray) -> np.ndarray:
-    """bf16 (as uint16) to float32, exact."""
-    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-
-
-def f32_to_bf16(x: np.ndarray) -> np.ndarray:
-    """float32 or float64 to bf16 (as uint16). float64 is rounded to odd f32 first."""
-    if x.dtype == np.float64:
-        x = _to_odd_f32(x)
-    return _to_bf16(np.ascontiguousarray(x).view(np.uint32))
-
-
 @numba.vectorize(cache=True)
 def _to_bf16(bits):
     if bits & np.uint32(0x7FFFFFFF) > np.uint32(0x7F800000):
@@ -57,12 +45,6 @@ _F8_VALUES = {
 }
 
 
-def f32_to_f8(x: np.ndarray, kind: str) -> np.ndarray:
-    """float32 to "e4m3" or "e5m2" codes, uint8: nearest even, saturating (.satfinite)."""
-    most = torch.finfo(_F8[kind]).max
-    return torch.from_numpy(x).clamp(-most, most).to(_F8[kind]).view(torch.uint8).numpy()
-
-
 _PLAIN = {"f16": np.float16, "f32": np.float32, "s8": np.int8, "u8": np.uint8}
 
 
@@ -75,7 +57,7 @@ def decode(bits: np.ndarray, kind: str) -> np.ndarray:
     if kind in _PLAIN:
         return bits.view(_PLAIN[kind]).astype(np.float32)
     if kind == "bf16":
-        return bf16_to_f32(bits.view(np.uint16))
+        return (bits.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
     if kind == "tf32":
         return (bits.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
     return _F8_VALUES[kind][bits.view(np.uint8)]
@@ -85,9 +67,11 @@ def encode(x: np.ndarray, kind: str) -> np.ndarray:
     """The reverse of `decode`, rounded once, for types that are rounded to."""
     kind = kind.removesuffix("x2")
     if kind == "bf16":
-        return f32_to_bf16(x)
-    if kind in ("e4m3", "e5m2"):
-        return f32_to_f8(x, kind)
+        x = _to_odd_f32(x) if x.dtype == np.float64 else x
+        return _to_bf16(np.ascontiguousarray(x).view(np.uint32))
+    if kind in _F8:  # saturating (.satfinite)
+        most = torch.finfo(_F8[kind]).max
+        return torch.from_numpy(x).clamp(-most, most).to(_F8[kind]).view(torch.uint8).numpy()
     return x.astype({"f16": np.float16, "f32": np.float32, "f64": np.float64}[kind])
 
 

@@ -7,6 +7,7 @@ of 512. Memory that a kernel finds by addresses in a tensor (`tables`) is known 
 addresses. memory.py has the checks.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,9 +58,7 @@ class TensorWindow:
         dims.sort(key=lambda dim: -dim[1])
         inner = [*dims[1:], (1, self.itemsize)][: len(dims)]
         reaches = [stride >= n * s for (_, stride), (n, s) in zip(dims, inner, strict=True)]
-        covered = self.itemsize
-        for n, _ in dims:
-            covered *= n
+        covered = self.itemsize * math.prod(n for n, _ in dims)
         if covered == self.span or not all(reaches) or len(dims) > MAX_DIMS:
             return []
         return dims

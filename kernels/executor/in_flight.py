@@ -78,7 +78,7 @@ class CopyQueue(Queue):
 class InFlight:
     """Replaces the array of a register while a product or load in flight writes the register."""
 
-    def __init__(self, batch, array, threads, kind=FaultKind.MATRIX_IN_FLIGHT):
+    def __init__(self, batch, array, threads, kind: FaultKind):
         self.batch, self.array, self.threads, self.kind = batch, array, threads, kind
 
     def _arrived(self) -> np.ndarray:
@@ -140,8 +140,8 @@ class MatrixQueue(Queue):
         held = self._batch.registers[index]
         return self._batch.full(held.array if isinstance(held, InFlight) else held)
 
-    def issue(self, mask: np.ndarray, results: dict[int, np.ndarray], operands: list) -> None:
-        """Start a product of the masked threads. results: the value of each accumulator."""
+    def occupy(self, mask: np.ndarray, results: dict[int, np.ndarray], kind: FaultKind) -> None:
+        """The masked threads have operations in flight that write `results` to registers."""
         registers, everyone = self._batch.registers, mask.all()
         for index, result in results.items():
             threads = mask
@@ -149,7 +149,11 @@ class MatrixQueue(Queue):
                 result = np.where(mask, result, self.accumulator(index))
             if isinstance(registers[index], InFlight):
                 threads = mask | registers[index].threads
-            registers[index] = InFlight(self._batch, result, threads)
+            registers[index] = InFlight(self._batch, result, threads, kind)
+
+    def issue(self, mask: np.ndarray, results: dict[int, np.ndarray], operands: list) -> None:
+        """Start a product of the masked threads. results: the value of each accumulator."""
+        self.occupy(mask, results, FaultKind.MATRIX_IN_FLIGHT)
         self.push(mask, [*results], operands)
 
     def _end(self, product, _ending, pending: np.ndarray) -> None:

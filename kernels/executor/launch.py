@@ -34,7 +34,9 @@ from kernels.executor.tma import TensorMap
 
 _FORMATS = {"i1": "?", "i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I"}
 _FORMATS |= {"i64": "q", "u64": "Q", "fp32": "f", "f32": "f", "fp64": "d"}
-_FORMATS |= {"fp16": "e", "f16": "e", "bf16": "H", "f64": "d"}
+_FORMATS |= {"fp16": "e", "f16": "e", "f64": "d"}
+
+_kernel = functools.lru_cache(maxsize=512)(Kernel)
 
 
 @dataclass(frozen=True)
@@ -135,11 +137,6 @@ class Launch:
                 Batch(self, order[first : first + at_once], rng).run()
                 for first in range(0, len(order), at_once)
             )
-
-
-@functools.lru_cache(maxsize=512)
-def _kernel(ptx: str) -> Kernel:
-    return Kernel(ptx)
 
 
 def run_ptx(

@@ -10,6 +10,8 @@ and tcgen05.mma (9.7.16) read their operands until they are waited for, so nothi
 before. They read through the async proxy, which sees writes of threads after fence.proxy.async.
 """
 
+from typing import Any
+
 import numpy as np
 
 from kernels.executor.faults import FaultKind
@@ -49,20 +51,26 @@ def _land_copies(memory, threads, addresses, mask, data):
 
 
 @compiled
-def _begin_box(memory, threads, chunks, thread, _begin):
-    program, warp, clock = clock_of(threads, thread)
-    for address in chunks:
-        window, offset = place_of(memory, threads, address, MAX_UNIT, MAX_UNIT, thread)
-        if window < 0:
-            return
-        for unit in units(memory, window, offset, MAX_UNIT):
-            record = memory.records[unit]
-            if not may_write(memory, record, unit, program, warp, clock, False, False):
+def claim(memory, threads, strips, size, alignment, claimers, product, copies, _begin):
+    """Check that threads may write their strips. A product writes until `_end_products`, a copy
+    until `_land_box`."""
+    for number in range(len(claimers)):
+        thread = claimers[number]
+        program, warp, clock = clock_of(threads, thread)
+        for strip in strips[number]:
+            window, offset = place_of(memory, threads, strip, size, alignment, thread)
+            if window < 0:
                 return
-            if record.unfenced:
-                memory.report[0] = UNFENCED
-                return
-            record.copying, record.write_warp = True, warp
+            for unit in units(memory, window, offset, size):
+                record = memory.records[unit]
+                if not may_write(memory, record, unit, program, warp, clock, False, product):
+                    return
+                record.producing += product
+                if copies:
+                    if record.unfenced:
+                        memory.report[0] = UNFENCED
+                        return
+                    record.copying, record.write_warp = True, warp
 
 
 @compiled
@@ -119,18 +127,21 @@ class SharedMemory(CheckedMemory):
 
     def begin_box(self, batch, thread: int, chunks: np.ndarray) -> None:
         """A thread starts an asynchronous copy to 16-byte chunks [n], which `land_box` ends."""
-        done = "overwritten by a TMA copy"
-        self.run(batch, _begin_box, MAX_UNIT, done, chunks, thread)
+        done, claimers = "overwritten by a TMA copy", np.array([thread])
+        sizes = MAX_UNIT, MAX_UNIT
+        self.run(batch, claim, MAX_UNIT, done, chunks[None], *sizes, claimers, False, True)
 
     def land_box(self, batch, thread: int, chunks, column: int, clock, data: np.ndarray) -> None:
         """The data [n, 16] arrives. column: of the clock of its mbarrier, see barriers.py."""
         _land_box(self.arrays, self.threads(batch), chunks, thread, column, clock, data)
 
-    def fence(self, program: int, warps: np.ndarray) -> None:
-        """fence.proxy.async by `warps` (booleans) of the program: the async proxy sees their
-        writes, and those that barriers order before the fence."""
-        records = self.records(0).reshape(len(self.clocks), -1)[program]
-        _fence(records, self.clocks[program], warps)
+    def fence(self, mask: np.ndarray) -> None:
+        """fence.proxy.async by the warps of masked threads: the async proxy sees their writes, and
+        those that barriers order before the fence."""
+        warps: Any = mask.reshape(*self.clocks.shape[:2], 32).any(2)
+        records = self.records(0).reshape(len(warps), -1)
+        for program in np.flatnonzero(warps.any(1)):
+            _fence(records[program], self.clocks[program], warps[program])
 
     def describe(self, _window: int, offset: int) -> tuple[str | None, str, int, int]:
         span = int(self.arrays.windows[0]["span"])

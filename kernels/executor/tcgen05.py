@@ -63,9 +63,7 @@ def _alloc(translation: Translation) -> Step:
             columns[thread] = first
         data = columns.view(np.uint8).reshape(-1, 4)
         batch.shared.store(batch, address(batch), first_lanes, data)
-        warps = first_lanes.reshape(batch.num_programs, -1, 32).any(2)
-        for program in np.flatnonzero(warps.any(1)):  # Triton reuses the memory without a fence
-            batch.shared.fence(program, warps[program])
+        batch.shared.fence(first_lanes)  # Triton reuses the memory without a fence
 
     return alloc
 

@@ -20,29 +20,12 @@ import numpy as np
 
 from kernels.executor.faults import FaultKind
 from kernels.executor.in_flight import InFlight, Queue
-from kernels.executor.memory import clock_of, compiled, may_write, place_of, units
-from kernels.executor.shared_memory import SharedMemory
+from kernels.executor.memory import compiled, units
+from kernels.executor.shared_memory import SharedMemory, claim
 
 LANES, COLUMNS = 128, 512
 _BYTES = 4
 _NOTHING = np.uint32(0xFFFFFFFF)
-
-
-@compiled
-def _claim(memory, threads, strips, size, claimers, product, _begin):
-    """Check that threads may write their strips; a product writes until `_end_products`."""
-    for number in range(len(claimers)):
-        thread = claimers[number]
-        program, warp, clock = clock_of(threads, thread)
-        for strip in strips[number]:
-            window, offset = place_of(memory, threads, strip, size, _BYTES, thread)
-            if window < 0:
-                return
-            for unit in units(memory, window, offset, size):
-                record = memory.records[unit]
-                if not may_write(memory, record, unit, program, warp, clock, False, product):
-                    return
-                record.producing += product
 
 
 @compiled
@@ -127,11 +110,9 @@ class TensorMemory(SharedMemory):
         batch, size = self._batch, _BYTES * len(registers)
         data = self.load(batch, strips, mask, size, alignment=_BYTES, copies=True)
         self._loads.push(mask, strips, None, registers)
-        for index, column in zip(registers, data.view(np.uint32).T, strict=True):
-            held, loaded = batch.registers[index], batch.products.accumulator(index)
-            waiting = mask | held.threads if isinstance(held, InFlight) else mask
-            loaded = np.where(mask, column, loaded)
-            batch.registers[index] = InFlight(batch, loaded, waiting, FaultKind.COPY_IN_FLIGHT)
+        columns = np.ascontiguousarray(data.view(np.uint32).T)
+        results = dict(zip(registers, columns, strict=True))
+        batch.products.occupy(mask, results, FaultKind.COPY_IN_FLIGHT)
 
     def begin_store(self, mask: np.ndarray, strips: np.ndarray, values: np.ndarray) -> None:
         """Start storing values [threads, columns] to a strip of each masked thread."""
@@ -149,7 +130,7 @@ class TensorMemory(SharedMemory):
         """Raise Fault unless n threads may write their strips [n, m] of `count` columns. product:
         whether a product writes them, until it is complete. Returns the bytes of a strip."""
         size, done = _BYTES * count, "written by a product" if product else "given back"
-        self.run(self._batch, _claim, size, done, strips, size, threads, product)
+        self.run(self._batch, claim, size, done, strips, size, _BYTES, threads, product, False)
         return size
 
     def complete(self, products: list[Product]) -> None:

@@ -170,10 +170,4 @@ def _fence(translation: Translation) -> Step:
         return lambda batch, mask: None
     if opcode not in ("fence.proxy.async", "fence.proxy.async.shared::cta"):
         raise Unsupported("fences of this kind are not supported")
-
-    def fence(batch, mask):
-        warps = batch.every(mask).reshape(batch.num_programs, -1, 32).any(2)
-        for program in np.flatnonzero(warps.any(1)):
-            batch.shared.fence(program, warps[program])
-
-    return fence
+    return lambda batch, mask: batch.shared.fence(batch.every(mask))
