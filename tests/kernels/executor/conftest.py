@@ -28,6 +28,15 @@ def kernel_text(body: str, num_tensors: int = 1, target: str = "sm_100a") -> str
     return HEAD.format(target=target, parameters=parameters, body="\n".join(lines))
 
 
+def caught(run, *arguments, **options):
+    """The Fault that run(*arguments, **options) raises."""
+    from kernels.executor import Fault  # see run_body
+
+    with pytest.raises(Fault) as raised:
+        run(*arguments, **options)
+    return raised.value
+
+
 @pytest.fixture
 def run_body():
     """Function that runs a kernel on tensors. body: see `kernel_text`."""

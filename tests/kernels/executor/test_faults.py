@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from kernels.executor import Fault, FaultKind, UnknownInstruction
+from kernels.executor import FaultKind, UnknownInstruction
+
+from .conftest import caught
 
 LOAD = "shl.b64 %d11, %d10, 2; add.s64 %d12, %d0, %d11; ld.global.b32 %r1, [%d12+{offset}];"
 STORE = "shl.b64 %d11, %d10, 2; add.s64 %d12, %d0, %d11; st.global.b32 [%d12+{offset}], %r0;"
@@ -14,12 +16,6 @@ COPY = (
     "shl.b32 %r2, %r0, 4; shl.b64 %d11, %d10, 4; add.s64 %d12, %d0, %d11;"
     "cp.async.cg.shared.global [%r2], [%d12], 0x10; cp.async.commit_group;"
 )
-
-
-def caught(run_body, body: str, *tensors, **options) -> Fault:
-    with pytest.raises(Fault) as raised:
-        run_body(body, *tensors, **options)
-    return raised.value
 
 
 def numbers(count: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kernels.executor import Fault, FaultKind, run_ptx
 from kernels.executor.warpgroup import operand_chunks
 
-from .conftest import kernel_text
+from .conftest import caught, kernel_text
 
 WAIT = "AT: mbarrier.try_wait.parity.shared::cta.b64 %p6, [{}], {}; @!%p6 bra AT;"
 READY, EMPTY = WAIT.format(4096, "%r1").replace("AT", "READY"), WAIT.format(4104, 0)
@@ -113,10 +113,9 @@ FAULTS = {
 def test_faults(name, seed):
     old, new, kinds, words = FAULTS[name]
     assert old in BODY
-    with pytest.raises(Fault) as raised:
-        run(BODY.replace(old, new), seed=seed)
-    assert raised.value.kind.name in kinds.split()
-    assert words in str(raised.value)
+    fault = caught(run, BODY.replace(old, new), seed=seed)
+    assert fault.kind.name in kinds.split()
+    assert words in str(fault)
 
 
 def test_fence_lets_a_copy_overwrite_what_threads_wrote():

@@ -5,6 +5,8 @@ import torch
 
 from kernels.executor import Fault, FaultKind, UnknownInstruction
 
+from .conftest import caught
+
 N, K = 16, 16
 # %d0: the rows of A, then the rows of B, [rows, K]. %d1: D. The first KiB of shared memory holds an
 # mbarrier and the address of tensor memory. A and B follow as matrices of 8 rows of 16 bytes. The
@@ -172,9 +174,8 @@ def test_a_waiting_loop_lets_the_thread_run_that_it_waits_for(run, seed):
 def test_fence_holds_for_its_program_alone(run, fenced):
     fence = "fence.proxy.async.shared::cta;"
     by_one = f"mov.u32 %r50, %ctaid.x; setp.eq.u32 %p7, %r50, {fenced}; @%p7 {fence}"
-    with pytest.raises(Fault) as raised:
-        run(product().replace(fence, by_one), grid=(2, 1, 1))
-    assert (raised.value.kind, raised.value.program) == (FaultKind.FENCE, (1 - fenced, 0, 0))
+    fault = caught(run, product().replace(fence, by_one), grid=(2, 1, 1))
+    assert (fault.kind, fault.program) == (FaultKind.FENCE, (1 - fenced, 0, 0))
 
 
 def test_product_that_overwrites_loaded_results_needs_a_barrier(run):

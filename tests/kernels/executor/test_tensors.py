@@ -6,6 +6,8 @@ import torch
 from kernels.executor import Fault, FaultKind
 from kernels.executor.tensors import AddressBook, FreshMemory
 
+from .conftest import caught
+
 COPY = """
 shl.b64 %d11, %d10, 2; add.s64 %d12, %d0, %d11; add.s64 %d13, %d1, %d11;
 ld.global.b32 %r1, [%d12]; st.global.b32 [%d13], %r1;
@@ -16,9 +18,8 @@ def test_fresh_memory_may_be_read_after_a_write(run_body):
     numbers = torch.arange(32, dtype=torch.int32)
     with FreshMemory() as fresh:
         between, out = torch.empty(32, dtype=torch.int32), torch.empty_like(numbers)
-        with pytest.raises(Fault) as raised:
-            run_body(COPY, between, out, fresh=fresh)
-        assert (raised.value.kind, raised.value.tensor) == (FaultKind.UNWRITTEN, "p0")
+        fault = caught(run_body, COPY, between, out, fresh=fresh)
+        assert (fault.kind, fault.tensor) == (FaultKind.UNWRITTEN, "p0")
         run_body(COPY, numbers, between, fresh=fresh)
         run_body(COPY, between, out, fresh=fresh)
     assert torch.equal(out, numbers)
@@ -26,12 +27,10 @@ def test_fresh_memory_may_be_read_after_a_write(run_body):
 
 def test_writing_a_part_leaves_the_rest_fresh(run_body):
     with FreshMemory() as fresh:
-        whole = torch.empty(64, dtype=torch.int32)
+        whole, out = (torch.empty(count, dtype=torch.int32) for count in (64, 32))
         run_body(COPY, torch.zeros(32, dtype=torch.int32), whole[16:48], fresh=fresh)
-        run_body(COPY, whole[16:48], torch.empty(32, dtype=torch.int32), fresh=fresh)
-        with pytest.raises(Fault) as raised:
-            run_body(COPY, whole[17:49], torch.empty(32, dtype=torch.int32), fresh=fresh)
-    assert raised.value.thread == 31
+        run_body(COPY, whole[16:48], out, fresh=fresh)
+        assert caught(run_body, COPY, whole[17:49], out, fresh=fresh).thread == 31
 
 
 MAKERS = {
