@@ -33,8 +33,9 @@ class DecodeGraphs:
         weight = model.model.embed_tokens.weight
         hidden_size = weight.shape[1]
         self._model, self._kv_cache = model, kv_cache
-        self.batch_sizes = _batch_sizes(max_num_seqs)
-        largest = self.batch_sizes[-1]
+        largest = max_num_seqs
+        sizes = {1, 2, 4, *range(8, largest, 8), largest}
+        self.batch_sizes = sorted(size for size in sizes if size <= largest)
 
         def fixed(shape: tuple[int, ...], dtype: torch.dtype, fill: int = 0) -> Tensor:
             return torch.full(shape, fill, dtype=dtype, device=device)
@@ -102,8 +103,3 @@ class DecodeGraphs:
             step()
         self._pool = self._pool or graph.pool()
         return graph.replay
-
-
-def _batch_sizes(largest: int) -> list[int]:
-    """1, 2, 4 and the multiples of 8, up to ``largest``, and ``largest`` itself."""
-    return sorted({size for size in (1, 2, 4, *range(8, largest, 8), largest) if size <= largest})

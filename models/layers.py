@@ -39,10 +39,6 @@ def _parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape), requires_grad=False)
 
 
-def _as_slice(part: range) -> slice:
-    return slice(part.start, part.stop)
-
-
 class RMSNorm(nn.Module):
     """x / rms(x) * (offset + weight) over the last dimension (Zhang and Sennrich, 2019).
 
@@ -101,7 +97,7 @@ class ColumnParallelLinear(nn.Module):
         weights = self.weight.split(self.local_sizes)
         biases = [None] * len(weights) if self.bias is None else self.bias.split(self.local_sizes)
         for (part, size, rows), weight, bias in zip(self.parts, weights, biases, strict=True):
-            shape, index = (size, in_features), (_as_slice(rows), slice(None))
+            shape, index = (size, in_features), (slice(rows.start, rows.stop), slice(None))
             yield from _linear_tensors(f"{prefix}.{part}", weight, bias, shape, index)
 
 
@@ -123,7 +119,8 @@ class RowParallelLinear(nn.Module):
         return x if self.bias is None else x + self.bias
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, CheckpointTensor]]:
-        shape, index = (len(self.weight), self.in_features), (slice(None), _as_slice(self.in_part))
+        columns = slice(self.in_part.start, self.in_part.stop)
+        shape, index = (len(self.weight), self.in_features), (slice(None), columns)
         yield from _linear_tensors(name, self.weight, self.bias, shape, index)
 
 

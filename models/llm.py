@@ -217,10 +217,10 @@ class LLM:
         backend = make_backend(asked.attention_backend, self.device)
         kv_dtype = _kv_dtype(asked.kv_cache_dtype, self.dtype, backend)
         cuda_graphs = _use_graphs(asked, backend, self.device)
-        longest, positions = asked.max_model_len, self.config.max_positions
-        if longest is not None and longest > positions:
+        positions = self.config.max_positions
+        longest = asked.max_model_len or positions
+        if longest > positions:
             raise ValueError(f"max_model_len={longest}: the model has {positions} positions")
-        longest = longest or positions
 
         tier_blocks = _check_tier(asked, self.config, kv_dtype)
         workers = self._join_ranks(asked.tensor_parallel_size, {"model": model, **options})
@@ -238,7 +238,6 @@ class LLM:
             max_num_seqs=asked.max_num_seqs, max_model_len=self.max_model_len,
             use_kernels=use_kernels, cuda_graphs=cuda_graphs,
         )  # fmt: skip
-        tokenizer = self.tokenizer
         engine = Engine(
             scheduler,
             runner,
@@ -246,7 +245,7 @@ class LLM:
             max_model_len=self.max_model_len,
             vocab_size=self.config.vocab_size,
             eos_token_ids=self.config.eos_token_ids,
-            new_decoder=None if tokenizer is None else partial(OutputDecoder, tokenizer),
+            new_decoder=None if self.tokenizer is None else partial(OutputDecoder, self.tokenizer),
             overlap=self.device.type == "cuda" if asked.overlap is None else asked.overlap,
         )
         self.engine = engine if workers is None else LeadingEngine(engine, workers)
@@ -502,10 +501,7 @@ class LLM:
     ) -> tuple[int, int]:
         """Numbers of blocks on the device and, for swapping, in host memory; equal on all ranks."""
         num_blocks, num_host_blocks = asked.num_blocks, asked.num_host_blocks
-        block_bytes = self._block_bytes = self.config.kv_block_bytes(
-            asked.block_size, kv_dtype, tensor_parallel_size=asked.tensor_parallel_size,
-            num_layers=max(group.num_layers for group in self.model.groups),
-        )  # fmt: skip
+        block_bytes = self._block_bytes = _block_bytes(asked, self.config, kv_dtype)
         if num_blocks is None and self.device.type == "cpu":
             num_blocks = self._num_blocks_in_host(block_bytes)
             if not num_blocks:
@@ -550,6 +546,13 @@ def _groups(asked: LLMOptions, config: ModelConfig) -> tuple[Group, ...]:
     return (Group(layers=tuple(range(config.num_layers))),)
 
 
+def _block_bytes(asked: LLMOptions, config: ModelConfig, kv_dtype: torch.dtype) -> int:
+    return config.kv_block_bytes(
+        asked.block_size, kv_dtype, tensor_parallel_size=asked.tensor_parallel_size,
+        num_layers=max(group.num_layers for group in _groups(asked, config)),
+    )  # fmt: skip
+
+
 def _check_tier(asked: LLMOptions, config: ModelConfig, kv_dtype: torch.dtype) -> int:
     """The number of blocks of the manager's tier in host memory.
 
@@ -564,10 +567,7 @@ def _check_tier(asked: LLMOptions, config: ModelConfig, kv_dtype: torch.dtype) -
     )  # fmt: skip
     if not num_blocks:
         return 0
-    block_bytes = config.kv_block_bytes(
-        asked.block_size, kv_dtype, tensor_parallel_size=asked.tensor_parallel_size,
-        num_layers=max(group.num_layers for group in _groups(asked, config)),
-    )  # fmt: skip
+    block_bytes = _block_bytes(asked, config, kv_dtype)
     needed = num_blocks * block_bytes * asked.tensor_parallel_size
     if needed > available_host_bytes():
         raise ValueError(
