@@ -1,5 +1,6 @@
 """Tiny checkpoints, written by transformers, and models and LLMs on them."""
 
+import functools
 import os
 import shutil
 
@@ -13,7 +14,7 @@ from models.attention import make_backend
 from models.config import ModelConfig
 from models.decoder import build_model
 from models.weights import load_weights
-from tests.models.tiny import CHECKPOINTS, TINY
+from tests.models.tiny import CHECKPOINTS, TINY, oracle_tokens
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 torch.set_num_threads(1)  # tiny matrices: threads would only wait for each other
@@ -21,7 +22,6 @@ torch.set_num_threads(1)  # tiny matrices: threads would only wait for each othe
 
 @pytest.fixture(scope="session")
 def transformers():
-    pytest.importorskip("transformers")
     return import_transformers()
 
 
@@ -47,6 +47,18 @@ def make_checkpoint(tmp_path_factory, transformers):
         return made[key]
 
     return make
+
+
+@pytest.fixture(scope="module")
+def expected(request, make_checkpoint):
+    """expected(checkpoint) -> transformers' greedy tokens for each of the module's PROMPTS."""
+    prompts, max_tokens = request.module.PROMPTS, request.module.MAX_TOKENS
+
+    def generate(checkpoint: str):
+        _, oracle = make_checkpoint(checkpoint)
+        return [oracle_tokens(oracle, prompt, max_tokens) for prompt in prompts]
+
+    return functools.cache(generate)
 
 
 @pytest.fixture(scope="session")

@@ -14,21 +14,22 @@ from models.decoder import build_model
 from tests.models.tiny import CHECKPOINTS, LOGIT_ERROR, TINY, Fp64, SingleAdditions
 
 LENGTHS = [23, 9, 1, 40]
+RANDOM = torch.Generator().manual_seed(3)
+PROMPTS = [torch.randint(97, (length,), generator=RANDOM) for length in LENGTHS]
 QWEN3 = TINY | CHECKPOINTS["qwen3"][1] | {"architectures": ["Qwen3ForCausalLM"]}
 
 
 class PagedBatch:
-    """A KV cache and sequences run by hand, each with blocks of its own in random order."""
+    """A KV cache and PROMPTS run by hand, each with blocks of its own in random order."""
 
-    def __init__(self, model, token_ids: list[list[int]], block_size: int, seed: int = 0) -> None:
+    def __init__(self, model, block_size: int) -> None:
         config = model.config
         self.model, self.block_size = model, block_size
-        self.token_ids = [torch.tensor(ids) for ids in token_ids]
-        self.computed = [0] * len(token_ids)
-        width = max(-(-len(ids) // block_size) for ids in token_ids)
-        num_blocks = width * len(token_ids)
-        order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed))
-        self.block_tables = order.view(len(token_ids), width).int()
+        self.computed = [0] * len(PROMPTS)
+        width = -(-max(LENGTHS) // block_size)
+        num_blocks = width * len(PROMPTS)
+        order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0))
+        self.block_tables = order.view(len(PROMPTS), width).int()
         shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
         self.kv_cache = torch.full((2, *shape), torch.nan)
 
@@ -38,7 +39,7 @@ class PagedBatch:
         for i, count in enumerate(counts):
             if count:
                 here = torch.arange(self.computed[i], self.computed[i] + count)
-                ids.append(self.token_ids[i][here])
+                ids.append(PROMPTS[i][here])
                 positions.append(here)
                 rows.append(i)
                 self.computed[i] += count
@@ -56,11 +57,6 @@ class PagedBatch:
         return self.model.logits(hidden)
 
 
-def prompts(vocab_size: int = 97, lengths=LENGTHS) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(vocab_size, (n,), generator=generator).tolist() for n in lengths]
-
-
 @pytest.fixture(scope="module")
 def judge(make_checkpoint):
     """judge(checkpoint, logits): by the fp64 rule, with transformers as the eager computation."""
@@ -68,7 +64,7 @@ def judge(make_checkpoint):
     @torch.no_grad()
     def by_transformers(checkpoint):
         _, model = make_checkpoint(checkpoint)
-        inputs, wide = [torch.tensor([ids]) for ids in prompts()], copy.deepcopy(model).double()
+        inputs, wide = [ids[None] for ids in PROMPTS], copy.deepcopy(model).double()
         lows = []
         for first in (0, 20, 40):  # by luck, one order alone may have a small error
             with SingleAdditions(first):
@@ -102,7 +98,7 @@ def test_logits_are_as_close_to_fp64_as_those_of_transformers(
 ):
     """Of whole prompts, and of chunks and decoding."""
     assert [sum(counts) for counts in zip(*steps, strict=True)] == LENGTHS
-    batch = PagedBatch(load_model(checkpoint, backend), prompts(), block_size)
+    batch = PagedBatch(load_model(checkpoint, backend), block_size)
     logits = [batch.step(counts).split(counts) for counts in steps]
     judge(checkpoint, torch.cat([torch.cat(parts) for parts in zip(*logits, strict=True)]))
 
@@ -111,7 +107,7 @@ def test_the_dtype_of_the_weights_is_that_of_the_hidden_states(load_model):
     model = load_model("qwen3", dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert model.model.rotary_embs[0].table.dtype == torch.float32
-    batch = PagedBatch(model, prompts(), 16)
+    batch = PagedBatch(model, 16)
     batch.kv_cache = batch.kv_cache.bfloat16()
     assert batch.step(LENGTHS).dtype == torch.bfloat16
 

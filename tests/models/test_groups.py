@@ -6,22 +6,12 @@ import pytest
 
 from cache import Group
 from models import LLM, SamplingParams
-from tests.models.tiny import oracle_tokens, tiny_config, tokens_of
+from tests.models.tiny import tiny_config, tokens_of
 
-GREEDY = SamplingParams(temperature=0, max_tokens=18)
+MAX_TOKENS = 18
+GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 SHARED = [(i * i + 3 * i) % 97 for i in range(70)]
 PROMPTS = [SHARED, [*SHARED[:50], 1, 2, 3], [5], [(i * 5) % 97 for i in range(33)], SHARED[:64]]
-
-
-@pytest.fixture(scope="module")
-def expected(make_checkpoint):
-    """expected(checkpoint) -> transformers' greedy tokens for each prompt."""
-
-    def generate(checkpoint):
-        _, oracle = make_checkpoint(checkpoint)
-        return [oracle_tokens(oracle, prompt, GREEDY.max_tokens) for prompt in PROMPTS]
-
-    return functools.cache(generate)
 
 
 @pytest.mark.parametrize(

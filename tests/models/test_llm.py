@@ -17,23 +17,12 @@ from cache.managers import manager_class
 from models import LLM, FinishReason, LLMOptions, RequestOutput, SamplingParams
 from models.attention import FlashAttnBackend
 from models.generate import main
-from tests.models.tiny import oracle_tokens, tiny_config, tokens_of
+from tests.models.tiny import tiny_config, tokens_of
 
 MAX_TOKENS = 10
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 SHARED = [(i * 37 + 11) % 97 for i in range(26)]
 PROMPTS = [SHARED, [5], [*SHARED[:21], 1, 2, 3], [(i * 5) % 97 for i in range(17)], SHARED]
-
-
-@pytest.fixture(scope="module")
-def expected(make_checkpoint):
-    """expected(checkpoint) -> transformers' greedy tokens for each prompt."""
-
-    def generate(checkpoint):
-        _, oracle = make_checkpoint(checkpoint)
-        return [oracle_tokens(oracle, prompt, MAX_TOKENS) for prompt in PROMPTS]
-
-    return functools.cache(generate)
 
 
 SCARCE = [
@@ -423,6 +412,7 @@ def test_an_interrupt_of_the_command_line_is_one_line(text_checkpoint, capsys, m
         ("", "error: --prompt: needs at least one prompt"),
         ("--prompt w1 --n 0", "error: n=0"),
         ("--prompt-ids 1,x", "error: --prompt-ids '1,x'"),
+        ("--chat --prompt-ids 3", "error: --chat: takes each --prompt as a message"),
         ("--prompt w1 --tensor-parallel-size 3", "error: tensor_parallel_size=3 does not divide"),
     ],
 )

@@ -12,27 +12,24 @@ from tests.models.tiny import tiny_config, tokens_of
 CONFIG = tiny_config(initializer_range=0.4, tie_word_embeddings=True)
 PROMPTS = [[1, 2, 3, 4, 5], [5, 6] * 5]
 OPTIONS = {"dtype": "float32", "block_size": 4, "max_num_seqs": 2, "max_num_batched_tokens": 16}
+SWAP, TIER = {"preemption": "swap"}, {"manager_options": {"host_blocks": 12}}
 
 
 @pytest.mark.parametrize(
-    ("kind", "overlap", "preemption"),
+    ("kind", "overlap", "preempting"),
     [
-        ({"temperature": 0}, False, "recompute"),
-        ({"temperature": 0}, None, "swap"),
-        ({"temperature": 0}, None, "tier"),
-        ({"min_p": 0.02, "temperature": 0.7}, False, "swap"),
-        ({"top_k": 20, "top_p": 0.9}, None, "recompute"),
-        ({}, None, "recompute"),
+        ({"temperature": 0}, False, {}),
+        ({"temperature": 0}, None, SWAP),
+        ({"temperature": 0}, None, TIER),
+        ({"min_p": 0.02, "temperature": 0.7}, False, SWAP),
+        ({"top_k": 20, "top_p": 0.9}, None, {}),
+        ({}, None, {}),
     ],
 )
 def test_graphs_give_the_tokens_of_the_cpu_with_one_wait_a_step(
-    kind, overlap, preemption, fake_gpu
+    kind, overlap, preempting, fake_gpu
 ):
-    options = {"num_blocks": 6, "max_model_len": 24, **OPTIONS}
-    if preemption == "tier":
-        options["manager_options"] = {"host_blocks": 12}
-    else:
-        options["preemption"] = preemption
+    options = {"num_blocks": 6, "max_model_len": 24, **OPTIONS, **preempting}
     llm = LLM(CONFIG, overlap=overlap, **options)
     assert llm.device == torch.device("cuda", 0)
     steps, step = [], llm.engine.runner.run
@@ -46,8 +43,8 @@ def test_graphs_give_the_tokens_of_the_cpu_with_one_wait_a_step(
     assert tokens_of(outputs) == tokens_of(cpu.generate(PROMPTS, params))
     assert sum(output.stats.num_preemptions for output in outputs) >= 1
     swapped = sum(output.stats.num_swapped_tokens for output in outputs)
-    assert (swapped > 0) == (preemption == "swap")
-    if preemption == "tier":
+    assert (swapped > 0) == (preempting == SWAP)
+    if preempting == TIER:
         llm.generate([[7] * 18], params)  # evicts the prompts
         assert tokens_of(llm.generate(PROMPTS, params)) == tokens_of(outputs)
         assert llm.manager.stats.loaded_blocks > 0
