@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -301,8 +302,7 @@ def execute_ptx(
         )
     version = int(architecture.removeprefix("sm_"))
     ours = _Driver(GPUTarget("cuda", version, 32))
-    runtime = triton.knobs.runtime
-    previous_driver, previous_hook = driver._active, runtime.add_stages_inspection_hook
+    runtime, replace = triton.knobs.runtime, mock.patch.object
     with contextlib.ExitStack() as stack:
         fresh = stack.enter_context(FreshMemory())
         addresses = stack.enter_context(AddressBook())
@@ -315,10 +315,8 @@ def execute_ptx(
         session = Execution(seed, edit, fresh, addresses)
         _SESSIONS.append(session)
         stack.callback(_SESSIONS.remove, session)
-        driver.set_active(ours)
-        stack.callback(setattr, driver, "_active", previous_driver)
-        runtime.add_stages_inspection_hook = _stop_at_ptx
-        stack.callback(setattr, runtime, "add_stages_inspection_hook", previous_hook)
+        stack.enter_context(replace(driver, "_active", ours))
+        stack.enter_context(replace(runtime, "add_stages_inspection_hook", _stop_at_ptx))
         runtime.kernel_load_start_hook.add(ours.remember_ptx)
         stack.callback(runtime.kernel_load_start_hook.remove, ours.remember_ptx)
         yield session

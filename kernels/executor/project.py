@@ -4,7 +4,7 @@ import contextlib
 import importlib
 import types
 from collections.abc import Iterator
-from typing import Any
+from unittest import mock
 
 from kernels.tiles import Target, force_target
 
@@ -15,13 +15,9 @@ _GATES = ("kernels.checks", "kernels.swap_blocks")
 @contextlib.contextmanager
 def ops_of_this_project(capability: int, num_multiprocessors: int) -> Iterator[None]:
     """Let the ops accept CPU tensors, with the tiles and split counts of an architecture."""
-    modules: list[Any] = [importlib.import_module(name) for name in _GATES]
-    gates = [module.INTERPRETED for module in modules]
-    for module in modules:
-        module.INTERPRETED = types.SimpleNamespace(value=True)
-    try:
-        with force_target(Target("cuda", capability, num_multiprocessors)):
-            yield
-    finally:
-        for module, gate in zip(modules, gates, strict=True):
-            module.INTERPRETED = gate
+    with contextlib.ExitStack() as stack:
+        for name in _GATES:
+            module, accepts = importlib.import_module(name), types.SimpleNamespace(value=True)
+            stack.enter_context(mock.patch.object(module, "INTERPRETED", accepts))
+        stack.enter_context(force_target(Target("cuda", capability, num_multiprocessors)))
+        yield
