@@ -65,17 +65,14 @@ def _from_max_window_layers(fields: Mapping[str, Any], layer: int) -> bool:
     return bool(fields.get("use_sliding_window")) and layer >= fields.get("max_window_layers", 28)
 
 
-def _from_pattern(fields: Mapping[str, Any], layer: int) -> bool:
-    pattern = fields["sliding_window_pattern"]
-    at_least(1, "sliding_window_pattern", pattern)
-    return (layer + 1) % pattern != 0
+def _from_interval(name: str, fields: Mapping[str, Any], layer: int) -> bool:
+    return (layer + 1) % at_least(1, name, fields[name]) != 0
 
 
 def _from_no_rope_layers(fields: Mapping[str, Any], layer: int) -> bool:
-    listed, interval = fields.get("no_rope_layers"), fields["no_rope_layer_interval"]
+    listed = fields.get("no_rope_layers")
     if listed is None:
-        at_least(1, "no_rope_layer_interval", interval)
-        return (layer + 1) % interval != 0
+        return _from_interval("no_rope_layer_interval", fields, layer)
     if not isinstance(listed, list) or len(listed) < fields["num_hidden_layers"]:
         raise ValueError(f"no_rope_layers: needs a 0 or 1 for each layer, got {listed!r}")
     return bool(listed[layer])
@@ -134,7 +131,8 @@ FAMILIES: dict[str, Family] = {
             "rope_theta": 1e6, "rope_local_base_freq": 1e4,
         },
         reads=(*_GEMMA_2_READS, "rope_local_base_freq"), qk_norm=True, scaled_embeddings=True,
-        unit_offset_norms=True, sandwich_norms=True, has_window=_from_pattern,
+        unit_offset_norms=True, sandwich_norms=True,
+        has_window=partial(_from_interval, "sliding_window_pattern"),
     ),
 }  # fmt: skip
 """Families by the architecture's name in config.json.  SmolLM2 is a Llama, Qwen2.5 a Qwen2."""
@@ -246,6 +244,13 @@ _RENAMED = {
     "final_softcap": "final_logit_softcapping",
 }
 """Fields of a ModelConfig that have other names in config.json."""
+
+
+class _Fields(dict[str, Any]):
+    """Fields of a config.json.  The error for a missing field names it."""
+
+    def __missing__(self, name: str) -> Any:
+        raise ValueError(f"field {name!r} is missing")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -387,27 +392,20 @@ class ModelConfig:
         if not isinstance(names, list) or [type(name) for name in names[:1]] != [str]:
             raise ValueError(f"field 'architectures': expected a list of one name, got {names!r}")
         architecture, family = names[0], _family(names[0])
-        get = dict(family.defaults) | {
-            name: value
-            for name, value in fields.items()
-            if value is not None or name in _OFF_IF_NULL
-        }
+        get = _Fields(family.defaults)
+        for name, value in fields.items():
+            if value is not None or name in _OFF_IF_NULL:
+                get[name] = value
         if "quantization_config" in get:
             raise UnsupportedModel("quantization_config: quantised checkpoints are not supported")
         if get.get("use_bidirectional_attention") or get.get("is_causal") is False:
             raise UnsupportedModel(
                 "use_bidirectional_attention, is_causal: these decoders are causal"
             )
-
-        def need(name: str) -> Any:
-            if name not in get:
-                raise ValueError(f"field {name!r} is missing")
-            return get[name]
-
-        get.setdefault("num_key_value_heads", need("num_attention_heads"))
+        get.setdefault("num_key_value_heads", get["num_attention_heads"])
         if "head_dim" not in get:
             hidden_size, num_heads = (
-                at_least(1, name, need(name), 2**63)
+                at_least(1, name, get[name], 2**63)
                 for name in ("hidden_size", "num_attention_heads")
             )
             if hidden_size % num_heads:
@@ -416,7 +414,7 @@ class ModelConfig:
                     "the field 'head_dim' is missing"
                 )
             get["head_dim"] = hidden_size // num_heads
-        if at_least(1, "num_hidden_layers", need("num_hidden_layers"), 2**63) > 10_000:
+        if at_least(1, "num_hidden_layers", get["num_hidden_layers"], 2**63) > 10_000:
             raise UnsupportedModel(f"num_hidden_layers={get['num_hidden_layers']}: at most 10,000")
         layers = _layer_types(get, family)
         activation = "hidden_activation" if "hidden_activation" in family.reads else "hidden_act"
@@ -438,7 +436,7 @@ class ModelConfig:
             theirs = _RENAMED.get(ours.name, ours.name)
             is_needed = ours.default is dataclasses.MISSING
             if ours.name not in read and (is_needed or get.get(theirs) is not None):
-                read[ours.name] = need(theirs)
+                read[ours.name] = get[theirs]
         config = cls(**read)
         for name in _SCORES:
             if get.get(name) is not None and name not in family.reads:

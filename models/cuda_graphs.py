@@ -31,7 +31,6 @@ class DecodeGraphs:
     ) -> None:
         device = kv_cache.device
         weight = model.model.embed_tokens.weight
-        hidden_size = weight.shape[1]
         self._model, self._kv_cache = model, kv_cache
         largest = max_num_seqs
         sizes = {1, 2, 4, *range(8, largest, 8), largest}
@@ -47,7 +46,7 @@ class DecodeGraphs:
         self._block_tables = fixed((num_groups, largest, max_blocks), torch.int32)
         self._context_lens = fixed((largest,), torch.int32)
         self._cu_seqlens = torch.arange(largest + 1, dtype=torch.int32, device=device)
-        self._hidden = torch.zeros(largest, hidden_size, dtype=weight.dtype, device=device)
+        self._hidden = weight.new_zeros(largest, weight.shape[1])
         self._max_context_len = max_blocks * kv_cache.shape[3]
         self._pool: Any = None
         # Capture the largest graph first: the smaller graphs reuse its memory pool.

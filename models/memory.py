@@ -52,9 +52,7 @@ def profile_peak_bytes(
     device = model.model.embed_tokens.weight.device
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
-    lengths = [max_model_len] * (num_tokens // max_model_len)
-    if num_tokens % max_model_len:
-        lengths.append(num_tokens % max_model_len)
+    lengths = [min(max_model_len, num_tokens - at) for at in range(0, num_tokens, max_model_len)]
     lens = torch.tensor(lengths, dtype=torch.int32, device=device)
     metadata = AttentionMetadata(
         slot_mapping=torch.zeros(num_tokens, dtype=torch.int64, device=device),
