@@ -55,8 +55,7 @@ class ModelRunner:
         cuda_graphs: bool = False,
     ) -> None:
         self.model, self.block_size = model, block_size
-        weight = model.model.embed_tokens.weight
-        self.device = weight.device
+        self.device = model.model.embed_tokens.weight.device
         self._few_queries = few_queries(model.num_q_heads_per_rank, model.num_kv_heads_per_rank)
         self.kv_cache = make_kv_cache(model, num_blocks, block_size, kv_dtype)
         self.host_cache = None

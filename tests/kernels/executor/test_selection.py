@@ -4,6 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from kernels.executor import execute_ptx
+from kernels.primitives import INTERPRETED
+
 
 @pytest.mark.parametrize("part", range(8))
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
@@ -28,9 +31,6 @@ def test_fp8_numbers_are_rounded_once_on_sm_89(run_compiled):
 
 
 def test_the_executor_refuses_interpreted_kernels():
-    from kernels.executor import execute_ptx
-    from kernels.primitives import INTERPRETED
-
     if not INTERPRETED.value:
         pytest.skip("kernels are compiled in this process")
     with pytest.raises(RuntimeError, match="unset TRITON_INTERPRET"), execute_ptx("sm_80"):
@@ -38,7 +38,5 @@ def test_the_executor_refuses_interpreted_kernels():
 
 
 def test_unknown_architectures_are_refused():
-    from kernels.executor import execute_ptx
-
     with pytest.raises(ValueError, match=r"architecture: expected one of sm_75, .*, got 'sm_70'"):
         execute_ptx("sm_70").__enter__()
