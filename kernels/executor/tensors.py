@@ -37,14 +37,13 @@ def window_of(name: str, tensor: torch.Tensor, unwritten: int = 0) -> TensorWind
 _DATA_PTR = torch.Tensor.data_ptr
 
 
-class AddressBook:
+class AddressBook(contextlib.ExitStack):
     """Context manager that records tensors whose `data_ptr()` is called. Kernels may access them
     through an address table."""
 
-    def __init__(self):
+    def __enter__(self) -> AddressBook:
         self._tensors: dict[int, dict[tuple, weakref.ref]] = {}
 
-    def __enter__(self) -> AddressBook:
         def data_ptr(tensor):
             address = _DATA_PTR(tensor)
             if tensor.is_cpu:
@@ -52,12 +51,8 @@ class AddressBook:
                 known[tensor.shape, tensor.stride(), tensor.dtype] = weakref.ref(tensor)
             return address
 
-        self._patch = mock.patch.object(torch.Tensor, "data_ptr", data_ptr)
-        self._patch.start()
+        self.enter_context(mock.patch.object(torch.Tensor, "data_ptr", data_ptr))
         return self
-
-    def __exit__(self, *_) -> None:
-        self._patch.stop()
 
     def named_in(self, tables: Sequence[torch.Tensor]) -> list[TensorWindow]:
         """Windows of the recorded tensors whose address is in one of the int64 `tables`."""
@@ -72,7 +67,7 @@ class AddressBook:
         return windows
 
 
-class FreshMemory:
+class FreshMemory(contextlib.ExitStack):
     """Context manager that tracks unwritten ("fresh") memory.
 
     Memory from torch.empty, empty_like, empty_strided, empty_permuted and Tensor.new_empty is
@@ -89,20 +84,14 @@ class FreshMemory:
         *((torch.Tensor, name) for name in ("new_empty", "resize_")),
     )
 
-    def __init__(self):
+    def __enter__(self) -> FreshMemory:
         self._fresh: OrderedDict[int, tuple[torch.Tensor, np.ndarray]] = OrderedDict()
         self._num_bytes = 0
-
-    def __enter__(self) -> FreshMemory:
-        self._patches = contextlib.ExitStack()
         for owner, name in self._MAKERS:
             wrap = self._resizing if name == "resize_" else self._making
             wrapper = wrap(getattr(owner, name))
-            self._patches.enter_context(mock.patch.object(owner, name, wrapper))
+            self.enter_context(mock.patch.object(owner, name, wrapper))
         return self
-
-    def __exit__(self, *_) -> None:
-        self._patches.close()
 
     def _making(self, make):
         @functools.wraps(make)
