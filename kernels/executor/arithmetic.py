@@ -72,25 +72,17 @@ def _mixed(translation: Translation, compute) -> Step:
     return elementwise(translation, mixed, [*[kind] * narrow, "f32"], "f32")
 
 
-def _arithmetic(integer, floating):
-    """Translator for an opcode that takes integers or floating-point numbers."""
-
-    def translate(translation: Translation) -> Step:
-        if is_float(translation.kind):
-            return _floats(translation, floating)
-        translation.expect("lo")
-        return elementwise(translation, integer, translation.kind)
-
-    return translate
+_ARITHMETIC = {"add": operator.add, "sub": operator.sub, "neg": operator.neg, "abs": np.abs}
 
 
-for _name, _compute in {
-    "add": operator.add,
-    "sub": operator.sub,
-    "neg": operator.neg,
-    "abs": np.abs,
-}.items():
-    instruction(_name)(_arithmetic(_compute, _compute))
+@instruction(*_ARITHMETIC)
+def _arithmetic(translation: Translation) -> Step:
+    """Opcodes that take integers or floating-point numbers."""
+    compute = _ARITHMETIC[translation.parts[0]]
+    if is_float(translation.kind):
+        return _floats(translation, compute)
+    translation.expect("lo")
+    return elementwise(translation, compute, translation.kind)
 
 
 def _doubled(kind: str) -> str:
@@ -190,38 +182,33 @@ def _div(translation: Translation) -> Step:
     return divide
 
 
-def _extremum(integer, ignoring_nan):
-    """Translator for min or max (9.7.3.11, 9.7.3.12). The result is NaN if both operands are, with
-    .NaN if one is. -0 is less than +0."""
-    sign = 1 if integer is np.maximum else -1
-
-    def translate(translation: Translation) -> Step:
-        if not is_float(translation.kind):
-            translation.expect("relu")
-            if "relu" in translation.parts:  # clamps negative results to 0
-                return elementwise(
-                    translation, lambda a, b: np.maximum(integer(a, b), 0), translation.kind
-                )
-            return elementwise(translation, integer, translation.kind)
-        choose = integer if "NaN" in translation.parts else ignoring_nan
-
-        def compute(first, *others):
-            for other in others:  # one, or two from sm_100 on
-                chosen = choose(first, other)
-                if (zero := chosen == 0).any():
-                    # max gives +0 unless both are -0, min gives -0 unless both are +0.
-                    both = zero & (first == 0) & (other == 0)
-                    chosen = np.where(both, sign * (sign * first + sign * other), chosen)
-                first = chosen
-            return first
-
-        return _floats(translation, compute, "NaN")
-
-    return translate
+_EXTREMA = {"min": (np.minimum, np.fmin), "max": (np.maximum, np.fmax)}
 
 
-instruction("min")(_extremum(np.minimum, np.fmin))
-instruction("max")(_extremum(np.maximum, np.fmax))
+@instruction(*_EXTREMA)
+def _extremum(translation: Translation) -> Step:
+    """Minimum and maximum (9.7.3.11, 9.7.3.12). The result is NaN if both operands are, with .NaN
+    if one is. -0 is less than +0."""
+    kind, (propagating, ignoring) = translation.kind, _EXTREMA[translation.parts[0]]  # a NaN
+    if not is_float(kind):
+        translation.expect("relu")
+        if "relu" in translation.parts:  # clamps negative results to 0
+            return elementwise(translation, lambda a, b: np.maximum(propagating(a, b), 0), kind)
+        return elementwise(translation, propagating, kind)
+    choose = propagating if "NaN" in translation.parts else ignoring
+    sign = 1 if translation.parts[0] == "max" else -1
+
+    def compute(first, *others):
+        for other in others:  # one, or two from sm_100 on
+            chosen = choose(first, other)
+            if (zero := chosen == 0).any():
+                # max gives +0 unless both are -0, min gives -0 unless both are +0.
+                both = zero & (first == 0) & (other == 0)
+                chosen = np.where(both, sign * (sign * first + sign * other), chosen)
+            first = chosen
+        return first
+
+    return _floats(translation, compute, "NaN")
 
 
 _FUNCTIONS: dict[str, Any] = {"ex2": np.exp2, "lg2": np.log2, "sqrt": np.sqrt, "tanh": np.tanh}
