@@ -212,12 +212,8 @@ def _extremum(translation: Translation) -> Step:
 
 
 _FUNCTIONS: dict[str, Any] = {"ex2": np.exp2, "lg2": np.log2, "sqrt": np.sqrt, "tanh": np.tanh}
-_FUNCTIONS |= {
-    "sin": np.sin,
-    "cos": np.cos,
-    "rcp": lambda a: 1 / a,
-    "rsqrt": lambda a: 1 / np.sqrt(a),
-}
+_FUNCTIONS |= {"sin": np.sin, "cos": np.cos, "rcp": np.reciprocal}
+_FUNCTIONS |= {"rsqrt": lambda a: np.reciprocal(np.sqrt(a))}
 
 
 @instruction(*_FUNCTIONS)

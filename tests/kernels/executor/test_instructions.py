@@ -62,10 +62,6 @@ def compute(run_body):
 TRIPLES = [(a, b, WORDS[(a + 3 * b) % 13]) for a in WORDS for b in WORDS]
 
 
-def _truncated(a: int, b: int) -> int:
-    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
-
-
 def _extracted(a: int, start: int, length: int, width: int, opcode: str) -> int:
     value = signed(a, width) if opcode == "bfe.s" else a  # beyond the top the sign repeats
     field = (value >> start) & ((1 << length) - 1)
@@ -103,7 +99,7 @@ INTEGERS = {
     "and.b32 %r2, %r2, 31; shr.s32": lambda a, b, _: signed(a) >> (b & 31),
     "max.u32 %r2, %r2, 1; div.u32": lambda a, b, _: a // max(b, 1),
     "max.u32 %r2, %r2, 1; rem.u32": lambda a, b, _: a % max(b, 1),
-    "max.u32 %r2, %r2, 1; div.s32": lambda a, b, _: _truncated(signed(a), signed(max(b, 1))),
+    "max.u32 %r2, %r2, 1; div.s32": lambda a, b, _: Fraction(signed(a), signed(max(b, 1))),
     "max.u32 %r2, %r2, 1; rem.s32": lambda a, b, _: math.fmod(signed(a), signed(max(b, 1))),
     "mad.lo.cc.u32 %r5, %r1, %r2, %r3; mov.b32 %r3, 0; madc.hi.u32": (
         lambda a, b, c: a * b + c >> 32
