@@ -7,6 +7,7 @@ rows fill the rest; with negative slots and empty contexts they store and attend
 import bisect
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,18 +34,16 @@ class DecodeGraphs:
         weight = model.model.embed_tokens.weight
         self._model, self._kv_cache = model, kv_cache
         largest = max_num_seqs
+        # 1, 2, 4 and the multiples of 8, up to the largest, and the largest itself.
         sizes = {1, 2, 4, *range(8, largest, 8), largest}
         self.batch_sizes = sorted(size for size in sizes if size <= largest)
-
-        def fixed(shape: tuple[int, ...], dtype: torch.dtype, fill: int = 0) -> Tensor:
-            return torch.full(shape, fill, dtype=dtype, device=device)
-
-        self._token_ids = fixed((largest,), torch.int64)
-        self._positions = fixed((largest,), torch.int64)
+        fixed = partial(torch.full, device=device)
+        self._token_ids = fixed((largest,), 0, dtype=torch.int64)
+        self._positions = fixed((largest,), 0, dtype=torch.int64)
         num_groups = len(model.groups)
-        self._slot_mapping = fixed((num_groups, largest), torch.int64, -1)
-        self._block_tables = fixed((num_groups, largest, max_blocks), torch.int32)
-        self._context_lens = fixed((largest,), torch.int32)
+        self._slot_mapping = fixed((num_groups, largest), -1, dtype=torch.int64)
+        self._block_tables = fixed((num_groups, largest, max_blocks), 0, dtype=torch.int32)
+        self._context_lens = fixed((largest,), 0, dtype=torch.int32)
         self._cu_seqlens = torch.arange(largest + 1, dtype=torch.int32, device=device)
         self._hidden = weight.new_zeros(largest, weight.shape[1])
         self._max_context_len = max_blocks * kv_cache.shape[3]
