@@ -8,7 +8,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from cache.policies.base import UNKNOWN_REQUEST, EvictionPolicy, RequestInfo
 from cache.policies.queues import GhostList, num_ghosts
@@ -16,6 +16,7 @@ from cache.policies.queues import GhostList, num_ghosts
 if TYPE_CHECKING:
     import numpy as np
 
+Array: TypeAlias = "np.ndarray"
 NUM_BINS = 32
 """Age bin 0 is below 1 ms.  Bin b > 0 begins at 2 ** (b - 1) ms.  The last begins at 12 days."""
 BIN_BEGINS = (0.0, *(2.0**bin_ for bin_ in range(NUM_BINS - 1)))
@@ -33,7 +34,7 @@ def age_bin(age_ms: float) -> int:
     return min(bits(age_ms), NUM_BINS - 1)
 
 
-def worth_at(worths: np.ndarray, age_ms: float) -> float:
+def worth_at(worths: Array, age_ms: float) -> float:
     """Interpolate ``worths``: the worth of one class at the beginning of each age bin."""
     bin_ = age_bin(age_ms)
     part = min((age_ms - BIN_BEGINS[bin_]) / BIN_WIDTHS[bin_], 1.0)
@@ -89,7 +90,7 @@ class ClassPolicy(EvictionPolicy):
 
     @staticmethod
     @abc.abstractmethod
-    def learn(returned: np.ndarray, gone: np.ndarray, worths: np.ndarray) -> None:
+    def learn(returned: Array, gone: Array, worths: Array) -> None:
         """Write the worth of a block to ``worths``, ``(num_classes, NUM_BINS + 1)``.
 
         Column b is the worth at the beginning of age bin b; between two beginnings the worth is

@@ -1,15 +1,9 @@
 """Gittins indices of classes of blocks."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING
 
 from cache.policies.base import RequestInfo
-from cache.policies.classes import BIN_WIDTHS, NUM_BINS, ClassPolicy, bits
-
-if TYPE_CHECKING:
-    import numpy as np
+from cache.policies.classes import BIN_WIDTHS, NUM_BINS, Array, ClassPolicy, bits
 
 _SHAPE = 8, 5, 4
 """Number of classes by uses (0: end of a prompt, used once), output length and idle time."""
@@ -41,7 +35,7 @@ class Gittins(ClassPolicy):
         return (kind * _SHAPE[1] + length) * _SHAPE[2] + idle
 
     @staticmethod
-    def learn(returned: np.ndarray, gone: np.ndarray, worths: np.ndarray) -> None:
+    def learn(returned: Array, gone: Array, worths: Array) -> None:
         """Write Gittins indices (1979) to ``worths``.
 
         The hazard of a class in an age bin is returned / reached (Kaplan and Meier, 1958).  With

@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, MutableSequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from cache.policies.base import UNKNOWN_REQUEST, EvictionPolicy, RequestInfo
 from cache.policies.lazy_heap import LazyHeap
@@ -17,8 +17,10 @@ from cache.policies.queues import GhostList, num_ghosts
 if TYPE_CHECKING:
     import numpy as np
 
+OwnState: TypeAlias = "np.record"
 
-def record(**fields: float) -> np.record:
+
+def record(**fields: float) -> OwnState:
     """Make a record of float64 numbers, ``fields``, for ``own_state``."""
     import numpy as np
 
@@ -86,7 +88,7 @@ class PriorityPolicy(EvictionPolicy):
     memory_size: int = 0
     """Length of ``block.memory``: numbers kept for each block in the pool."""
 
-    _own: np.record | None = None
+    _own: OwnState | None = None
 
     def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
@@ -106,7 +108,7 @@ class PriorityPolicy(EvictionPolicy):
         argument is its record.
         """
 
-    def own_state(self, capacity: int) -> np.record | None:
+    def own_state(self, capacity: int) -> OwnState | None:
         """State that ``priority`` may read and change: ``record(...)`` of options or counters.
 
         Called at each start.  ``cache.simulate`` compiles the record with ``priority``, which then

@@ -1,14 +1,7 @@
 """SGLang's segmented LRU."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from cache.checks import at_least
-from cache.policies.priority import BlockHistory, PriorityPolicy, record
-
-if TYPE_CHECKING:
-    import numpy as np
+from cache.policies.priority import BlockHistory, OwnState, PriorityPolicy, record
 
 _PROTECTED = 2.0**40
 """Added to the last access of a block that was used at least ``threshold`` times, in requests."""
@@ -27,9 +20,9 @@ class SGLangSLRU(PriorityPolicy):
     def __init__(self, threshold: int = 2) -> None:
         self.threshold = at_least(1, "threshold", threshold)
 
-    def own_state(self, capacity: int) -> np.record:
+    def own_state(self, capacity: int) -> OwnState:
         return record(threshold=self.threshold)
 
     @staticmethod
-    def priority(block: BlockHistory, own: np.record) -> float:
+    def priority(block: BlockHistory, own: OwnState) -> float:
         return block.accessed + (_PROTECTED if block.accesses >= own.threshold else 0.0)

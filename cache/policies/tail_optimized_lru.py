@@ -1,14 +1,7 @@
 """Tail-optimised LRU."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from cache.checks import finite
-from cache.policies.priority import BlockHistory, PriorityPolicy, record
-
-if TYPE_CHECKING:
-    import numpy as np
+from cache.policies.priority import BlockHistory, OwnState, PriorityPolicy, record
 
 _FIRST = 2.0**40
 """Subtracted from the last access of a spare block, in requests."""
@@ -32,11 +25,11 @@ class TailOptimizedLRU(PriorityPolicy):
         self.threshold_blocks = float(finite("threshold_blocks", threshold_blocks))
         self.next_blocks = float(finite("next_blocks", next_blocks))
 
-    def own_state(self, capacity: int) -> np.record:
+    def own_state(self, capacity: int) -> OwnState:
         return record(spare=self.threshold_blocks - self.next_blocks)
 
     @staticmethod
-    def priority(block: BlockHistory, own: np.record) -> float:
+    def priority(block: BlockHistory, own: OwnState) -> float:
         request = block.request
         length = request.prompt_blocks
         if request.output_tokens > 0:

@@ -1,14 +1,8 @@
 """A time to live for requests that call a tool."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING
 
-from cache.policies.priority import BlockHistory, PriorityPolicy, record
-
-if TYPE_CHECKING:
-    import numpy as np
+from cache.policies.priority import BlockHistory, OwnState, PriorityPolicy, record
 
 
 class TimeToLive(PriorityPolicy):
@@ -30,11 +24,11 @@ class TimeToLive(PriorityPolicy):
             raise ValueError(f"ttl_s must not be negative, got {ttl_s}")
         self.ttl_s = ttl_s
 
-    def own_state(self, capacity: int) -> np.record:
+    def own_state(self, capacity: int) -> OwnState:
         return record(ttl_ms=1000.0 * self.ttl_s)
 
     @staticmethod
-    def priority(block: BlockHistory, own: np.record) -> float:
+    def priority(block: BlockHistory, own: OwnState) -> float:
         now = block.request.time_ms
         if math.isnan(now):
             return block.accessed
