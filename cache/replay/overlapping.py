@@ -118,20 +118,18 @@ def simulate_serving(
         hints=trace.take(served).request_facts[:, 4:].tolist(),
         service=service,
     )
-    num_steps = max(len(run.steps), 1)
+    requests, num_steps = run.requests, max(len(run.steps), 1)
     return ServingReplayResult(
         num_requests=trace.num_requests,
-        finished=len(run.requests),
-        dropped=trace.num_requests - len(run.requests),
-        preemptions=sum(request.num_preemptions for request in run.requests),
+        finished=len(requests),
+        dropped=trace.num_requests - len(requests),
+        preemptions=sum(request.num_preemptions for request in requests),
         makespan_seconds=run.seconds,
-        ttft_seconds=np.array([request.time_to_first_token for request in run.requests]),
-        normalized_latency_seconds=np.array(
-            [request.normalized_latency for request in run.requests]
-        ),
+        ttft_seconds=np.array([request.time_to_first_token for request in requests]),
+        normalized_latency_seconds=np.array([request.normalized_latency for request in requests]),
         mean_running=sum(step.running for step in run.steps) / num_steps,
         mean_waiting=sum(step.waiting for step in run.steps) / num_steps,
-        recomputed_tokens=sum(request.num_recomputed_tokens for request in run.requests),
+        recomputed_tokens=sum(request.num_recomputed_tokens for request in requests),
         stats=manager.stats,
     )
 

@@ -12,6 +12,7 @@ The search ends when no running beam, if it ended now, would beat the worst of t
 
 import math
 from dataclasses import dataclass
+from operator import attrgetter, itemgetter
 
 from cache.serving.request import FinishReason, Request, ScheduledSequence, Status
 
@@ -38,7 +39,7 @@ class BeamSearch:
         self.request, self.width = request, width
         self.beams: list[ScheduledSequence] = list(request.sequences)
         self.finished: list[Hypothesis] = []
-        self._candidates: dict[int, list[tuple[float, int]]] = {}
+        self._candidates: dict[int, list[tuple[float, ScheduledSequence, int]]] = {}
 
     @property
     def num_candidates(self) -> int:
@@ -48,7 +49,8 @@ class BeamSearch:
     def observe(self, seq: ScheduledSequence, candidates: list[tuple[float, int]]) -> None:
         """Record a beam's likeliest next tokens, as (log p, token)."""
         total = seq.cumulative_logprob
-        self._candidates[seq.seq_id] = [(total + logprob, token) for logprob, token in candidates]
+        found = [(total + logprob, seq, token) for logprob, token in candidates]
+        self._candidates[seq.seq_id] = found
 
     @property
     def is_ready(self) -> bool:
@@ -66,14 +68,8 @@ class BeamSearch:
         None if the search is over.  All beams must be observed.  Appends and frees nothing; the
         caller sets ``beams``.
         """
-        ranked = sorted(
-            (
-                (total, beam, token)
-                for beam in self.beams
-                for total, token in self._candidates[beam.seq_id]
-            ),
-            key=lambda candidate: -candidate[0],
-        )
+        ranked = [each for beam in self.beams for each in self._candidates[beam.seq_id]]
+        ranked.sort(key=itemgetter(0), reverse=True)
         self._candidates.clear()
         num_tokens = self.beams[0].num_output_tokens + 1
         is_last = num_tokens == self.request.max_tokens
@@ -120,4 +116,4 @@ class BeamSearch:
 
 
 def _ranked(hypotheses: list[Hypothesis]) -> list[Hypothesis]:
-    return sorted(hypotheses, key=lambda hypothesis: -hypothesis.score)
+    return sorted(hypotheses, key=attrgetter("score"), reverse=True)

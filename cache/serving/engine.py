@@ -281,8 +281,7 @@ class Engine:
         if not isinstance(hint, SessionHint):
             raise ValueError(f"hint={shown(hint)}: needs a SessionHint")
         self._check_session(hint)
-        hints = [(request, request.params.session) for request in self.requests.values()]
-        requests = [request for request, old in hints if old and old.session == hint.session]
+        requests = self._requests_of(hint)
         for request in requests:
             request.params = replace(request.params, session=hint)
             for seq in request.sequences:
@@ -291,8 +290,13 @@ class Engine:
             self.manager.correct(hint)
             self._note_end(hint)
 
-    def _note_end(self, hint: SessionHint | None) -> None:
-        if hint is not None and hint.ends:
+    def _requests_of(self, hint: SessionHint) -> list[Request]:
+        """The unfinished requests of the session."""
+        hints = [(request, request.params.session) for request in self.requests.values()]
+        return [request for request, own in hints if own and own.session == hint.session]
+
+    def _note_end(self, hint: SessionHint) -> None:
+        if hint.ends:
             self._ended_sessions[hint.session] = None
             if len(self._ended_sessions) > 4096:
                 del self._ended_sessions[next(iter(self._ended_sessions))]
@@ -601,10 +605,7 @@ class Engine:
         reasons = {seq.finish_reason for seq in request.sequences}
         stats.was_aborted = not reasons.isdisjoint((FinishReason.ABORT, FinishReason.ERROR))
         hint = request.params.session
-        others = [other.params.session for other in self.requests.values()]
-        if FinishReason.ABORT not in reasons and not any(
-            hint and other and other.session == hint.session for other in others
-        ):
+        if hint and FinishReason.ABORT not in reasons and not self._requests_of(hint):
             self._note_end(hint)
         stats.num_output_tokens = sum(lengths)
         stats.longest_output = max(lengths, default=0)

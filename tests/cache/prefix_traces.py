@@ -1,8 +1,11 @@
-"""Small random traces whose block ids are unique to their prefix, as in real ones; one request."""
+"""Small random traces whose block ids are unique to their prefix, as in real ones; replays."""
 
+import numpy as np
 from hypothesis import strategies as st
 
+import cache
 from cache.policies import EvictionPolicy
+from cache.replay.serial import SimulationResult
 from cache.traces.trace import Trace
 
 
@@ -24,6 +27,28 @@ def trace_of(paths: list[tuple[int, ...]]) -> Trace:
 prefix_traces = st.lists(
     st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple), min_size=1, max_size=40
 ).map(trace_of)
+
+
+def requests_of(trace: Trace) -> list[tuple]:
+    return [(*request[:3], request.block_ids.tolist()) for request in trace]
+
+
+def hits(trace: Trace, policy: str | EvictionPolicy, capacity: int, **options) -> list[int]:
+    """Hits of each request."""
+    return cache.simulate(trace, policy=policy, capacity_blocks=capacity, **options).hits.tolist()
+
+
+def simulate_both(
+    trace: Trace, compiled: str | EvictionPolicy, in_python: EvictionPolicy, **options
+) -> SimulationResult:
+    """The result of a policy that is compiled, equal to that of its form that is not."""
+    result, other = (
+        cache.simulate(trace, policy=policy, **options) for policy in (compiled, in_python)
+    )
+    assert (result.compiled, other.compiled) == (True, False)
+    np.testing.assert_array_equal(result.hits, other.hits)
+    assert result.evictions == other.evictions
+    return result
 
 
 def serve(policy: EvictionPolicy, pool: dict, path: list, capacity: int) -> int:

@@ -14,7 +14,7 @@ import cache
 from cache.policies import ClassPolicy, RequestInfo, make_policy
 from cache.policies.gittins import Gittins
 from cache.traces.trace import Trace
-from tests.cache.prefix_traces import prefix_traces, trace_of
+from tests.cache.prefix_traces import hits, prefix_traces, simulate_both, trace_of
 
 BINS = 32
 ENDS = np.array([0.0, *(2.0**bin_ for bin_ in range(BINS))])
@@ -70,12 +70,7 @@ def test_compiled_it_evicts_what_it_does_in_a_manager_the_least_worth(policy):
     trace = cache.make_workload("rag", seed=3, num_requests=100)
     capacity = trace.num_unique_blocks // 20
     slow = checked(policy)
-    compiled, in_python = (
-        cache.simulate(trace, policy=one, capacity_blocks=capacity) for one in (policy(), slow)
-    )
-    assert (compiled.compiled, in_python.compiled) == (True, False)
-    assert compiled.hits.tolist() == in_python.hits.tolist()
-    assert compiled.evictions == in_python.evictions
+    simulate_both(trace, policy(), slow, capacity_blocks=capacity)
     assert slow.num_learned > 100
 
 
@@ -106,11 +101,7 @@ class Slow(Rare):
 def test_compiled_and_in_python_it_hits_the_same(trace, capacity, ratio):
     compiled, slow = Rare(), Slow()
     compiled.ghost_ratio = slow.ghost_ratio = ratio
-    compiled, in_python = (
-        cache.simulate(trace, policy=one, capacity_blocks=capacity) for one in (compiled, slow)
-    )
-    assert (compiled.compiled, in_python.compiled) == (True, False)
-    assert compiled.hits.tolist() == in_python.hits.tolist()
+    simulate_both(trace, compiled, slow, capacity_blocks=capacity)
 
 
 class Parity(Slow):
@@ -123,10 +114,7 @@ class Parity(Slow):
 
 @given(trace=prefix_traces, capacity=st.integers(1, 12))
 def test_before_there_are_statistics_it_is_lru(trace, capacity):
-    lru, mine = (
-        cache.simulate(trace, policy=one, capacity_blocks=capacity) for one in ("lru", Parity())
-    )
-    assert lru.hits.tolist() == mine.hits.tolist()
+    assert hits(trace, Parity(), capacity) == hits(trace, "lru", capacity)
 
 
 def test_statistics_are_what_returned_at_which_age_and_what_was_evicted():

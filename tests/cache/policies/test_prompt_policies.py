@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import cache
 from cache.policies import EvictionPolicy, RequestInfo, make_policy
 from cache.serving import open_loop
-from tests.cache.prefix_traces import prefix_traces, serve, trace_of
+from tests.cache.prefix_traces import hits, prefix_traces, serve, trace_of
 
 LEAF_POLICIES = ("random_leaf", "marconi", "workload_aware", "retention", "gittins")
 
@@ -79,9 +79,7 @@ def test_no_block_goes_before_those_that_continue_it(name, trace, capacity):
 )
 @given(trace=prefix_traces, capacity=st.integers(1, 12))
 def test_without_what_it_knows_each_is_lru(name, options, trace, capacity):
-    result = cache.simulate(trace, policy=name, capacity_blocks=capacity, **options)
-    expected = cache.simulate(trace, policy="lru", capacity_blocks=capacity)
-    assert result.hits.tolist() == expected.hits.tolist()
+    assert hits(trace, name, capacity, **options) == hits(trace, "lru", capacity)
 
 
 def test_should_every_block_have_a_child_the_first_released_goes():
@@ -151,11 +149,8 @@ def test_session_end_gives_up_first_what_it_is_told_has_ended():
     """The second of four prompts is the last of its session, the first goes on in the fourth."""
     trace = trace_of([(0, 1), (2, 3), (4, 5), (0, 1, 6)])
     trace.columns["session"] = np.array([1.0, 2.0, np.nan, 1.0])
-    hits = {
-        name: cache.simulate(trace, policy=name, capacity_blocks=4).hits.tolist()
-        for name in ("lru", "session_end")
-    }
-    assert hits == {"lru": [0, 0, 0, 0], "session_end": [0, 0, 0, 2]}
+    assert hits(trace, "lru", 4) == [0, 0, 0, 0]
+    assert hits(trace, "session_end", 4) == [0, 0, 0, 2]
 
 
 def test_queue_informed_spares_what_waits_and_then_gives_up_what_waits_longest():
@@ -177,7 +172,7 @@ def test_queue_informed_spares_what_waits_and_then_gives_up_what_waits_longest()
 
 def test_a_scheduler_tells_the_line_to_the_policy():
     """Two blocks stay of what b and c computed; c is asked for again and waits."""
-    hits = {}
+    found = {}
     for name in ("lru", "queue_informed"):
         manager = cache.make_manager("vllm_v1", num_blocks=4, block_size=4, policy=name)
         engine = open_loop.engine_without_model(
@@ -186,8 +181,8 @@ def test_a_scheduler_tells_the_line_to_the_policy():
         prompts = [[token] * 9 for token in (1, 2, 3, 1)]
         arrivals, lengths = [0.0, 5.0, 5.0, 5.0], [1] * 4
         open_loop.serve(engine, prompts, lengths, arrivals, service=open_loop.ServiceModel())
-        hits[name] = manager.stats.hit_blocks
-    assert hits == {"lru": 0, "queue_informed": 1}
+        found[name] = manager.stats.hit_blocks
+    assert found == {"lru": 0, "queue_informed": 1}
 
 
 def test_tlru_gives_up_first_what_the_next_turn_can_compute_in_time():

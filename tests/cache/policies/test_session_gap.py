@@ -9,6 +9,7 @@ import pytest
 
 import cache
 from cache.policies import RequestInfo, make_policy
+from tests.cache.prefix_traces import hits, simulate_both
 
 
 def random_sessions(seed):
@@ -47,14 +48,10 @@ def test_compiled_and_python_agree_and_without_sessions_it_is_lru(predict):
             trace = with_columns(trace, ends_session=np.full(len(trace), np.nan))
         in_python = make_policy("session_gap", predict=predict)
         in_python.compilable = False
-        policies = make_policy("session_gap", predict=predict), in_python
-        runs = [cache.simulate(trace, policy=p, capacity_blocks=capacity) for p in policies]
-        assert [run.compiled for run in runs] == [True, False]
-        assert runs[0].hits.tolist() == runs[1].hits.tolist()
+        compiled = make_policy("session_gap", predict=predict)
+        simulate_both(trace, compiled, in_python, capacity_blocks=capacity)
         bare = dataclasses.replace(trace, columns={})
-        policies = "lru", in_python
-        runs = [cache.simulate(bare, policy=p, capacity_blocks=capacity) for p in policies]
-        assert runs[0].hits.tolist() == runs[1].hits.tolist()
+        assert hits(bare, in_python, capacity) == hits(bare, "lru", capacity)
 
 
 @pytest.fixture

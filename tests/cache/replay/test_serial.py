@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import cache
 from cache.policies import POLICIES, EvictionPolicy, PriorityPolicy, make_policy, record
 from cache.traces.trace import Trace
-from tests.cache.prefix_traces import prefix_traces, trace_of
+from tests.cache.prefix_traces import hits, prefix_traces, simulate_both, trace_of
 
 # Smallest is evicted first; then the deeper block of its prompt.
 DEFINITIONS = {
@@ -61,14 +61,11 @@ def in_python(policy: str, /, **options) -> EvictionPolicy:
 @given(trace=prefix_traces, capacity=st.integers(1, 12))
 def test_replay_is_its_definition(policy, trace, capacity):
     hits, evictions = replay_by_definition(trace, policy, capacity)
-    compiled = cache.simulate(trace, policy=policy, capacity_blocks=capacity)
-    interpreted = cache.simulate(trace, policy=in_python(policy), capacity_blocks=capacity)
-    assert compiled.compiled
-    assert not interpreted.compiled
-    for result in (compiled, interpreted):
-        assert (result.hit_blocks, result.evictions) == (sum(hits), evictions)
-        assert result.hit_tokens == 4 * sum(hits)
-        assert result.block_hit_rate == sum(hits) / trace.num_block_references
+    result = simulate_both(trace, policy, in_python(policy), capacity_blocks=capacity)
+    assert (result.hits.tolist(), result.hit_blocks) == (hits, sum(hits))
+    assert result.evictions == evictions
+    assert result.hit_tokens == 4 * sum(hits)
+    assert result.block_hit_rate == sum(hits) / trace.num_block_references
 
 
 def too_large_after_31_requests(block):
@@ -117,13 +114,7 @@ class Informed(PriorityPolicy):
 @given(trace=prefix_traces, capacity=st.integers(1, 12), weight=st.sampled_from([0.0, 3.0, 50.0]))
 def test_facts_ghosts_and_a_state_of_its_own_are_the_same_compiled(trace, capacity, weight):
     by_hand = type("ByHand", (Informed,), {"evict": lambda self: Informed.evict(self)})
-    compiled, interpreted = (
-        cache.simulate(trace, policy=policy(weight), capacity_blocks=capacity)
-        for policy in (Informed, by_hand)
-    )
-    assert (compiled.compiled, interpreted.compiled) == (True, False)
-    assert compiled.hits.tolist() == interpreted.hits.tolist()
-    assert compiled.evictions == interpreted.evictions
+    simulate_both(trace, Informed(weight), by_hand(weight), capacity_blocks=capacity)
 
 
 def test_the_history_of_a_block_by_hand():
@@ -191,13 +182,8 @@ def test_every_policy_is_the_same_compiled_and_keeps_the_books(
         pytest.skip("compiling it takes 8 seconds")
     options = data.draw(st.fixed_dictionaries({}, optional=OPTIONS.get(policy, {})))
     options |= {"policy": wrapped[0]} if wrapped else {}
-    result, slow = (
-        cache.simulate(trace, policy=make(policy, **options), capacity_blocks=capacity)
-        for make in (make_policy, in_python)
-    )
-    assert (result.compiled, slow.compiled) == (True, False)
-    assert result.hits.tolist() == slow.hits.tolist()
-    assert result.evictions == slow.evictions
+    compiled, slow = (make(policy, **options) for make in (make_policy, in_python))
+    result = simulate_both(trace, compiled, slow, capacity_blocks=capacity)
     unbounded = trace.infinite_cache_hit_rate * trace.num_block_references
     assert 0 <= result.hit_blocks <= round(unbounded)
     assert result.evictions <= max(trace.num_block_references - result.hit_blocks - capacity, 0)
@@ -210,19 +196,16 @@ def test_every_policy_is_the_same_compiled_and_keeps_the_books(
 def test_a_policy_object_starts_anew_each_time(policy):
     reused = in_python(policy)
     first, second, fresh, compiled = (
-        cache.simulate(CHAT, policy=one, capacity_blocks=200).hits.tolist()
-        for one in (reused, reused, in_python(policy), policy)
+        hits(CHAT, one, 200) for one in (reused, reused, in_python(policy), policy)
     )
     assert first == second == fresh == compiled
 
 
 def test_classes_of_one_name_share_no_code():
-    own, mru, fifo = (
-        cache.simulate(CHAT, policy=policy, capacity_blocks=200)
-        for policy in (type("mru", (POLICIES["fifo"],), {})(), "mru", "fifo")
-    )
+    fifo = type("mru", (POLICIES["fifo"],), {})()
+    own = cache.simulate(CHAT, policy=fifo, capacity_blocks=200)
     assert own.compiled
-    assert own.hits.tolist() == fifo.hits.tolist() != mru.hits.tolist()
+    assert own.hits.tolist() == hits(CHAT, "fifo", 200) != hits(CHAT, "mru", 200)
 
 
 LIBCACHESIM = {

@@ -10,16 +10,13 @@ from hypothesis import strategies as st
 from cache import load_trace, save_trace
 from cache.traces.convert import convert_bailian, convert_ragpulse, convert_sessions, main
 from cache.traces.trace import TraceError
+from tests.cache.prefix_traces import requests_of
 
 
 def write(path, *records):
     path.parent.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
-
-
-def requests_of(trace):
-    return [(*request[:3], request.block_ids.tolist()) for request in trace]
 
 
 def bailian(timestamp, *hash_ids, **more):

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from cache.traces.convert import convert_bailian
 from cache.traces.trace import Trace, TraceError, TraceRequest, load_trace, save_trace
+from tests.cache.prefix_traces import requests_of
 
 AZURE_2023 = """TIMESTAMP,ContextTokens,GeneratedTokens\r
 2023-11-16 18:17:03.9799600,4808,10\r
@@ -44,10 +45,6 @@ def written(folder: Path, data: bytes, name: str = "trace.jsonl") -> Path:
     path = folder / name
     path.write_bytes(data)
     return path
-
-
-def requests_of(trace: Trace) -> list[tuple]:
-    return [(*request[:3], request.block_ids.tolist()) for request in trace]
 
 
 def trace_of(*block_id_lists, timestamps=None, block_size=1) -> Trace:
