@@ -17,9 +17,9 @@ CAPACITY = 8
 OPERATIONS = ("insert", "release", "pin", "evict", "release_many", "pin_many")
 
 
-def started(name: str) -> EvictionPolicy:
+def started(name: str, capacity: int = CAPACITY) -> EvictionPolicy:
     policy = make_policy(name)
-    policy.start(CAPACITY, (lambda block: block % 3) if policy.needs_future else None)
+    policy.start(capacity, (lambda block: block % 3) if policy.needs_future else None)
     return policy
 
 
@@ -134,8 +134,7 @@ def test_victims_worked_out_by_hand(name, options, keys, expected):
 @pytest.mark.parametrize("evicts", [False, True])
 def test_a_long_life_leaves_nothing_behind(name, evicts):
     """Hits, releases and evictions in any order: the state stays as large as its blocks ask."""
-    rng, policy, sizes = random.Random(0), make_policy(name), []
-    policy.start(100, (lambda block: block % 3) if policy.needs_future else None)
+    rng, policy, sizes = random.Random(0), started(name, 100), []
     for block in range(100):
         policy.insert(block, block, None, 0)
     policy.release_many(range(100))
@@ -166,39 +165,28 @@ def test_random_draws_from_all_released_blocks():
     for _ in range(100):
         policy.release_many(range(CAPACITY))
         drawn.add(policy.evict())
-        for block in list(policy):
-            policy.pin(block)
+        policy.pin_many(list(policy))
     assert drawn == set(range(CAPACITY))
 
 
-def test_unused_blocks_leave_tail_first():
-    for name in sorted(set(POLICIES) - {"random"}):
-        policy = make_policy(name)
-        policy.start(8 * CAPACITY, lambda block: 7)  # all four fit the first queue of each
-        for depth in range(4):
-            policy.miss(depth)
-            policy.insert(depth, depth, depth - 1 if depth else None, depth)
-        policy.release_many([3, 2, 1, 0])
-        assert list(policy) == [3, 2, 1, 0], name
+@pytest.mark.parametrize("name", sorted(set(POLICIES) - {"random"}))
+def test_unused_blocks_leave_tail_first(name):
+    """Also of a prompt longer than recursion can follow."""
+    length, policy = 2000, make_policy(name)
+    is_tree = isinstance(policy, LeafPolicy)  # others: all blocks fit the first queue
+    policy.start(length if is_tree else 16 * length, lambda block: 7)
+    for depth in range(length):
+        policy.miss(depth)
+        policy.insert(depth, depth, depth - 1 if depth else None, depth)
+    policy.release_many(reversed(range(length)))
+    assert [*policy] == [*reversed(range(length))]
+    assert len(policy) == length
 
 
 @pytest.mark.parametrize("name", ["belady", "reuse_oracle"])
 def test_bounds_without_the_future_say_so(name):
     with pytest.raises(ValueError, match=f"policy '{name}' needs the future"):
         make_policy(name).start(4)
-
-
-@pytest.mark.parametrize(
-    "name", [name for name, policy in POLICIES.items() if issubclass(policy, LeafPolicy)]
-)
-def test_the_blocks_of_a_long_prompt_can_be_listed(name):
-    length, policy = 2000, make_policy(name)
-    policy.start(length)
-    for depth in range(length):
-        policy.insert(depth, depth, depth - 1 if depth else None, depth)
-    policy.release_many(reversed(range(length)))
-    assert [*policy] == [*reversed(range(length))]
-    assert len(policy) == length
 
 
 @every_policy
