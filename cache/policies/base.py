@@ -178,14 +178,6 @@ class EvictionPolicy(abc.ABC):
             raise IndexError(f"evict_many: count={count}, but {len(self)} blocks are released")
         return [self.evict() for _ in range(count)]
 
-    def _require_future(self, next_use: Callable[[int], float] | None) -> Callable[[int], float]:
-        if next_use is None:
-            raise ValueError(
-                f"policy {self.name!r} needs the future: use it with cache.simulate, "
-                "or start it with next_use=a function from block to time of next use"
-            )
-        return next_use
-
 
 _COMPILED_WITH_A_POLICY = {"own_state", "priority", "classify", "learn"}
 

@@ -32,17 +32,14 @@ class MQ(QueuePolicy):
 
     def _admit(self, block: int) -> None:
         self._accesses[block] = self._recalled(block)
-        self._access(block)
-
-    def _hit(self, block: int) -> None:
-        self._access(block)
+        self._hit(block)
 
     def _choose(self) -> int:
         block = self._first_of(self._queues)
         self._remember(self._ghosts, block, self._accesses[block])
         return block
 
-    def _access(self, block: int) -> None:
+    def _hit(self, block: int) -> None:
         self._time += 1
         self._accesses[block] += 1
         level = min(math.frexp(self._accesses[block])[1] - 1, self.num_queues - 1)

@@ -138,7 +138,12 @@ class PriorityPolicy(EvictionPolicy):
         return priority
 
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
-        self._next_use = self._require_future(next_use) if self.needs_future else next_use
+        if self.needs_future and next_use is None:
+            raise ValueError(
+                f"policy {self.name!r} needs the future: use it with cache.simulate, "
+                "or start it with next_use=a function from block to time of next use"
+            )
+        self._next_use = next_use
         self._own = self.own_state(capacity)
         self._request = UNKNOWN_REQUEST
         self._ghosts = GhostList(num_ghosts(self.name, self.ghost_ratio, capacity))

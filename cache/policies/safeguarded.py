@@ -164,10 +164,8 @@ class Safeguarded(WrappingPolicy, LeafPolicy):
                 self._lacked.setdefault(block)
 
     def _withdraw(self, block: int) -> None:
-        if block in self._held:
-            self._held.pop(block, None)
-        elif block in self._lacked:
-            self._lacked.pop(block, None)
+        self._held.pop(block, None)
+        self._lacked.pop(block, None)
 
     def _take(self) -> int:
         # LRU needs a block, too, and a block for each block without content or with awaited

@@ -26,7 +26,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numba
 import numba.extending
 import numpy as np
 
@@ -34,7 +33,7 @@ from cache.blocks.groups import Group, check_retention
 from cache.checks import shown
 from cache.policies.base import EvictionPolicy, check_victims
 from cache.replay.compiled import next_uses_of
-from cache.replay.operations import _KINDS, ON_DISK, Array, Compiled, Replayed, _make, request_info
+from cache.replay.operations import Array, Compiled, Replayed, _make, request_info
 from cache.traces.trace import Trace, _picked
 
 NO_PAGE, NO_CONTENT = -1, -2
@@ -45,7 +44,7 @@ Rows = Array | list[list[int]]
 def replays_of(
     trace: Trace, policy: EvictionPolicy, groups: tuple[Group, ...], retention: Any, tokens: Any
 ) -> list[Callable]:
-    """Return the replay in Python, and ``prepare`` and ``compile`` for ``replay_of``.
+    """Return the replay in Python, and ``prepare`` and ``define`` for ``replay_of``.
 
     Raises the ValueErrors of ``cache.simulate``.
     """
@@ -60,7 +59,7 @@ def replays_of(
     retention = check_retention(retention, groups, size)
     options = {"groups": groups, "retention": retention, "size": size}
     prepare = partial(_prepare, **options, chunk=max(1, tokens // size))
-    return [partial(_replay_in_python, prepare), prepare, _compile]
+    return [partial(_replay_in_python, prepare), prepare, _replay_of]
 
 
 def _prepare(
@@ -209,12 +208,6 @@ def _replay_of(key: str | None) -> Callable:
         return hits, evictions
 
     return replay
-
-
-def _compile(key: str) -> Any:
-    replay = _replay_of(key)
-    replay.__qualname__ += f".{key.partition(':')[0]}"  # a file for each policy
-    return numba.njit(nogil=True, cache=ON_DISK and _KINDS[key].is_built_in)(replay)
 
 
 def _replay_in_python(

@@ -57,18 +57,18 @@ def replay_of(
     name: str,
     operations_of: Callable[[Trace, int], Operations | None],
     prepare: Callable[[Trace, int], tuple[Trace, tuple]] | None = None,
-    compile: Callable[[str], Any] | None = None,
+    define: Callable[[str], Callable] | None = None,
 ) -> Callable[[Trace, int], Replayed] | None:
     """Make ``replay(trace, capacity)``.  It returns hits and evictions of each request.
 
-    ``prepare`` returns the trace that the policy sees, and arguments.  ``compile`` makes the
-    function that takes the policy's state and these arguments.  The default is the replay without
-    groups.
+    ``prepare`` returns the trace that the policy sees, and arguments.  ``define`` makes the
+    function to compile, which takes the policy's state and these arguments.  The default is the
+    replay without groups.
 
     Returns None if the policy must run in Python: it has no ``Operations``, its integers are too
     large, or numba cannot compile it.  In the last case it warns.
     """
-    prepare, compile = prepare or _prepare, compile or _compile
+    prepare, define = prepare or _prepare, define or _define
 
     def replay(trace: Trace, capacity: int) -> Replayed:
         seen, arguments = prepare(trace, capacity)
@@ -82,9 +82,9 @@ def replay_of(
     if operations is None:
         return None
     key = _key_of(operations)
-    if (key, compile) in _RUNS:
-        return (run := _RUNS[key, compile]) and replay
-    run = _RUNS[key, compile] = compile(key)
+    if (key, define) in _RUNS:
+        return (run := _RUNS[key, define]) and replay
+    run = _RUNS[key, define] = _compiled(define(key), key)
     try:
         try:
             replay(trace, 1)
@@ -99,14 +99,19 @@ def replay_of(
         if not (run.signatures and isinstance(error, ArithmeticError | ValueError)):
             reason = str(error).partition("\n")[0]
             warnings.warn(f"{name} runs in Python: numba: {reason}", stacklevel=3)
-            _RUNS[key, compile] = None
+            _RUNS[key, define] = None
             return None
     return replay
 
 
 _RUNS: dict[tuple[str, Callable], Any] = {}
-"""numba dispatchers by key of ``_KINDS`` and compiling function; None if numba could not compile
-the policy."""
+"""numba dispatchers by key of ``_KINDS`` and defining function; None if numba could not compile the
+policy."""
+
+
+def _compiled(replay: Callable, key: str) -> Any:
+    replay.__qualname__ += f".{key.partition(':')[0]}"  # a file for each policy
+    return numba.njit(nogil=True, cache=ON_DISK and _KINDS[key].is_built_in)(replay)
 
 
 def _values(operations: Operations | None) -> tuple:
@@ -149,8 +154,8 @@ def request_info(row: Array | list[float], has_ended: bool) -> RequestInfo:
     return RequestInfo(row[0], row[1], end[0], row[3], end[1], end[2], row[6], end[3], end[4])
 
 
-def _compile(key: str) -> Any:
-    def run(
+def _define(key: str) -> Callable:
+    def replay(
         state: tuple, block_ids: Array, offsets: Array, capacity: int, facts: Array, resident: Array
     ) -> Replayed:
         policy = _make(key, state)
@@ -184,8 +189,7 @@ def _compile(key: str) -> Any:
             policy.release_many(blocks[::-1])
         return hits, evictions
 
-    run.__qualname__ += f".{key.partition(':')[0]}"  # a file for each policy
-    return numba.njit(nogil=True, cache=ON_DISK and _KINDS[key].is_built_in)(run)
+    return replay
 
 
 class _Self(types.Type):
