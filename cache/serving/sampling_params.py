@@ -138,9 +138,8 @@ _IDLE_IN_BEAM_SEARCH = {
 """Values that beam search accepts: it ranks by the model's own log p and samples nothing."""
 
 
-def _int(value: Any) -> int:
-    """An int, also from NumPy.  Raises ValueError for any other value."""
-    return as_int("", value)
+_int = partial(as_int, "")
+"""An int, also from NumPy.  Raises ValueError for any other value."""
 
 
 def _int_or_none(value: Any) -> int | None:
