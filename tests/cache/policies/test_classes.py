@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cache
-from cache.policies import ClassPolicy, RequestInfo, make_policy
+from cache.policies import ClassPolicy, PriorityPolicy, RequestInfo, make_policy
 from cache.policies.gittins import Gittins
 from cache.traces.trace import Trace
 from tests.cache.prefix_traces import hits, prefix_traces, simulate_both, trace_of
@@ -223,7 +223,14 @@ def test_a_method_that_is_overridden_is_called(method):
     assert called
 
 
-@pytest.mark.parametrize("name", ["classify", "learn"])
-def test_a_forgotten_staticmethod_is_said(name):
-    with pytest.raises(TypeError, match=f"policy 'Mine': {name} needs @staticmethod"):
-        type("Mine", (Rare,), {name: lambda *_: 0})
+@pytest.mark.parametrize(
+    ("base", "name", "message"),
+    [
+        (Rare, "classify", "classify needs @staticmethod"),
+        (Rare, "learn", "learn needs @staticmethod"),
+        (PriorityPolicy, "priority", r"priority\(block\) needs @staticmethod, or self"),
+    ],
+)
+def test_a_forgotten_staticmethod_is_said(base, name, message):
+    with pytest.raises(TypeError, match=f"policy 'Mine': {message}"):
+        type("Mine", (base,), {name: lambda block: 0})

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from cache.policies import RequestInfo, make_policy
 from cache.policies.gittins import Gittins
+from tests.cache.prefix_traces import serve
 
 CLASSES, BINS, GROUP = 160, 32, 20
 ENDS = np.array([0.0, *(2.0**bin_ for bin_ in range(BINS))])
@@ -62,17 +63,12 @@ def test_an_index_and_those_of_classes_without_evidence():
 
 @pytest.mark.parametrize(("idle_ms", "idle"), [(1000, 1), (20_000, 2), (100_000, 3)])
 def test_classes_are_uses_output_length_and_idle_time(idle_ms, idle):
-    policy = make_policy("gittins")
+    policy, pool = make_policy("gittins"), {}
     policy.start(9)
     for at, keys, output in ((0, [1, 2, 3], 4), (idle_ms, [1, 2, 4], 100)):
         policy.tell(RequestInfo(at, 48, output, len(keys)))
-        for depth, key in enumerate(keys):
-            if key in policy._released:
-                policy.pin(key)
-            else:
-                policy.insert(key, key, keys[depth - 1] if depth else None, depth)
-        policy.release_many(keys[::-1])
-        classes = {key: policy._blocks[key].class_ for key in policy._released}
+        serve(policy, pool, keys, 9)
+        classes = {key: policy._blocks[block].class_ for key, block in pool.items()}
         found = {key: np.unravel_index(class_, (8, 5, 4)) for key, class_ in classes.items()}
         if not at:
             assert found == {1: (1, 0, 0), 2: (1, 0, 0), 3: (0, 0, 0)}

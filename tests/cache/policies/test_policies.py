@@ -1,5 +1,6 @@
 """The contract of every policy, and the registry."""
 
+import math
 import pickle
 import random
 import re
@@ -228,6 +229,12 @@ def calls_of_evictions(name: str, released: int, in_use: int) -> int:
     return calls
 
 
+class Bare(EvictionPolicy):
+    """Defines what every policy must, and no ``remove``."""
+
+    start = pin = release = evict = __len__ = lambda *_: None
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
@@ -239,6 +246,10 @@ def calls_of_evictions(name: str, released: int, in_use: int) -> int:
         ("retention", {"ranges": [(3, 3, 50)]}, "has no block"),
         ("retention", {"ranges": [(0, 3, 101)]}, "priority needs 0 to 100"),
         ("retention", {"ranges": [(0, 3, 50, -1.0)]}, "duration_ms must not be negative"),
+        ("safeguarded", {"budget": -1}, "budget must be finite and not negative, got -1"),
+        ("safeguarded", {"budget": math.inf}, "budget must be finite and not negative, got inf"),
+        ("safeguarded", {"policy": Bare()}, r"policy 'Bare' does not define remove\(block\)"),
+        ("safeguarded", {"policy": "lruu"}, "policy='lruu' is unknown"),
     ],
 )
 def test_unknown_names_and_bad_options(name, options, message):

@@ -188,26 +188,6 @@ def test_what_was_set_aside_first_goes_first():
             policy.insert(block, block, None, 0)
 
 
-class Bare(EvictionPolicy):
-    """Defines what every policy must, and no ``remove``."""
-
-    start = pin = release = evict = __len__ = lambda *_: None
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"budget": -1}, "budget must be finite and not negative, got -1"),
-        ({"budget": float("inf")}, "budget must be finite and not negative, got inf"),
-        ({"policy": Bare()}, r"policy 'Bare' does not define remove\(block\)"),
-        ({"policy": "lruu"}, "policy='lruu' is unknown"),
-    ],
-)
-def test_bad_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        make_policy("safeguarded", **options)
-
-
 class WrongVictim(Gittins):
     def evict(self) -> int:
         return super().evict() + 1000

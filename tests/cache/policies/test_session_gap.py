@@ -9,12 +9,13 @@ import pytest
 
 import cache
 from cache.policies import RequestInfo, make_policy
-from tests.cache.prefix_traces import hits, simulate_both
+from tests.cache.prefix_traces import hits, serve, simulate_both
 
 
 def random_sessions(seed):
     """A trace of six sessions that grow, are cut, start again, and come at equal times."""
     draw, prompts, requests, now = random.Random(seed), {}, [], 0
+    nodes: dict[tuple, int] = {}  # prompts with a common id share the path to it
     for number in range(120):
         now += draw.choice([0, 1, 5, 50, 400])
         session = draw.randrange(6)
@@ -26,14 +27,9 @@ def random_sessions(seed):
         facts = {"session": session, "expected_pause_ms": draw.choice([0, 3, 30, 300, 3000])}
         facts |= {"stop": draw.choice(["tool_use", "end_turn"])}
         some = {name: value for name, value in facts.items() if draw.random() < 0.7}
-        requests.append((now, 4 * len(prompt), 1, prompt, some))
-    trace = cache.Trace.from_requests(requests, name="sessions", block_size=4)
-    # Prompts with a common id share the path to it.
-    nodes: dict[tuple, int] = {}
-    paths = [[nodes.setdefault(tuple(r[3][: i + 1]), len(nodes)) for i in range(len(r[3]))]
-             for r in requests]  # fmt: skip
-    requests = [(*r[:3], path, r[4]) for r, path in zip(requests, paths, strict=True)]
-    return cache.Trace.from_requests(requests, name=trace.name, block_size=4)
+        path = [nodes.setdefault(prompt[: i + 1], len(nodes)) for i in range(len(prompt))]
+        requests.append((now, 4 * len(prompt), 1, path, some))
+    return cache.Trace.from_requests(requests, name="sessions", block_size=4)
 
 
 def with_columns(trace, **columns):
@@ -56,20 +52,18 @@ def test_compiled_and_python_agree_and_without_sessions_it_is_lru(predict):
 
 @pytest.fixture
 def pool():
-    """use(session, at_ms, blocks, pause, ends): a request of a session, in a pool of 6 blocks."""
-    policy = make_policy("session_gap")
+    """use(session, at_ms, blocks, pause, ends): a request of a session, in a pool of 6 blocks.
+
+    Blocks are numbered in the order of their first use.
+    """
+    policy, held = make_policy("session_gap"), {}
     policy.start(6)
 
     def use(session, at_ms, blocks, pause=math.nan, ends=math.nan):
         hint = math.nan, ends, session, pause, math.nan
         policy.tell(RequestInfo(at_ms, 9, math.nan, len(blocks), session=session))
         policy.tell(RequestInfo(at_ms, 9, 1, len(blocks), *hint))
-        for depth, block in enumerate(blocks):
-            if block in policy._nodes:
-                policy.pin(block)
-            else:
-                policy.insert(block, block, blocks[depth - 1] if depth else None, depth)
-        policy.release_many(blocks[::-1])
+        serve(policy, held, blocks, 6)
 
     return policy, use
 
@@ -112,10 +106,10 @@ def test_further_samples_and_groups_of_layers_drop_nothing(pool):
     policy, use = pool
     use(1, 0, [0, 1], pause=10)
     policy.tell(policy._request)
-    policy.insert(2, 2, 0, 1)
-    policy.release(2)
-    use(2, 5, [3], pause=1000)
-    assert next(iter(policy)) == 3
+    policy.insert(9, 9, 0, 1)
+    policy.release(9)
+    use(2, 5, [2], pause=1000)
+    assert next(iter(policy)) == 2
 
 
 def test_blocks_that_the_next_request_of_a_session_drops_go_first(pool):

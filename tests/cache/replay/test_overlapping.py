@@ -11,7 +11,8 @@ import cache
 from cache.replay.overlapping import most_hits, simulate_serving
 from cache.serving.open_loop import ServiceModel
 from cache.traces.trace import Trace
-from tests.cache.prefix_traces import trace_of_requests
+from tests.cache.prefix_traces import simulate_both, trace_of_requests
+from tests.cache.replay.test_serial import in_python
 
 SERVICE = ServiceModel(
     step_seconds=1.0,
@@ -132,10 +133,8 @@ def test_blocks_of_a_request_that_calls_a_tool_outlive_others(policy, hits):
         for i, (block, stop) in enumerate(zip(blocks, stops, strict=True))
     ]
     trace = Trace.from_requests(rows, name="t", block_size=4)
-    python = cache.make_policy(policy)
-    python.compilable = False
-    for each in (policy, python):
-        assert cache.simulate(trace, policy=each, capacity_blocks=2).hit_blocks == hits
+    result = simulate_both(trace, policy, in_python(policy), capacity_blocks=2)
+    assert result.hit_blocks == hits
     longer = [(time, 5, 1, ids, facts) for time, _, _, ids, facts in rows]  # a token to compute
     trace = Trace.from_requests(longer, name="t", block_size=4)
     manager = cache.make_manager("vllm_v1", num_blocks=3, block_size=4, policy=policy)
@@ -151,22 +150,18 @@ def test_lengths_only_traces_share_nothing():
     assert result.stats.hit_tokens == 0
 
 
-SIZES = {"num_blocks": 8, "block_size": 4}
-
-
 def test_bad_arguments():
     trace = Trace.from_requests([(0, 8, 1, [0, 1])], name="t", block_size=4)
-    manager = cache.make_manager("vllm_v1", **SIZES)
+    manager, paged = (
+        cache.make_manager(name, num_blocks=8, block_size=4) for name in ("vllm_v1", "paged")
+    )
     for value in (math.nan, 0):
         with pytest.raises(ValueError, match=r"prefill_tokens_per_second=.*: needs a finite"):
             ServiceModel(prefill_tokens_per_second=value)
     later = Trace.from_requests([(0, 8, 1, []), (1e300, 8, 1, [])], name="t")
     with pytest.raises(ValueError, match=r"time_scale=1e\+99: the last arrival"):
         simulate_serving(later, manager=manager, time_scale=1e99)
-    paged, slow = (
-        cache.make_manager("paged", **SIZES),
-        ServiceModel(prefill_tokens_per_second=5e-324),
-    )
+    slow = ServiceModel(prefill_tokens_per_second=5e-324)
     with pytest.raises(ValueError, match=r"service.duration\(step\)=inf: needs"):
         simulate_serving(trace, manager=paged, service=slow)
     unknown = Trace.from_requests([(0, 8, 1, [0]), (1, 90, 1, [0])], name="t")

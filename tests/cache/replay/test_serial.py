@@ -359,14 +359,6 @@ def test_a_priority_that_numba_cannot_compile_runs_in_python_with_a_note(priorit
     assert result.hit_blocks == cache.simulate(trace, policy="lru", capacity_blocks=3).hit_blocks
 
 
-def test_a_forgotten_staticmethod_is_reported():
-    with pytest.raises(TypeError, match=r"'Own': priority\(block\) needs @staticmethod, or self"):
-
-        class Own(PriorityPolicy):
-            def priority(block):
-                return block.accessed
-
-
 @pytest.mark.parametrize("policy", ["lru", "gittins", "s3fifo"])
 def test_a_pool_larger_than_any_trace(policy):
     trace = trace_of([(0, 1), (0, 1)])

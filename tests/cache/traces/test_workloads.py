@@ -69,8 +69,8 @@ DEFAULT_DIGESTS = {
 
 @every_workload
 def test_default_traces_are_the_same_everywhere(name):
-    # Published figures name a workload and a seed, so neither a platform nor a release may change
-    # what they stand for.
+    # Published figures name a workload and a seed, and resumable sweeps key their cells by the
+    # digest, so neither a platform nor a release may change what they stand for.
     trace = make_workload(name)
     assert (trace.name, trace.digest) == (name, DEFAULT_DIGESTS[name])
 
