@@ -12,15 +12,17 @@ from typing import Any
 import numpy as np
 
 from cache.policies.queues import GhostList, Queue, QueuePolicy
+from cache.replay.containers import LINKS, empty_lists, link, unlink
 from cache.replay.operations import Array, Compiled, Operations
 from cache.traces.trace import Trace
 
-_OF_ALL = "older", "newer", "list", "value"
-"""Neighbours, the end of the list (0: in no list), and a value.  The value of a ghost record or of
-a block is the ghost's value; the value of an end is the capacity of the list."""
+_OF_ALL = "list", "value"
+"""The end of the list (0: in no list), and a value.  The value of a ghost record or of a block is
+the ghost's value; the value of an end is the capacity of the list."""
 _OF_ENDS = "length", "num_released"
 _OF_BLOCKS = "in_use", "is_new"
-_RECORD = np.dtype([(name, np.int64) for name in (*_OF_ALL, *_OF_ENDS, *_OF_BLOCKS)])
+_FIELDS = [(name, np.int64) for name in (*_OF_ALL, *_OF_ENDS, *_OF_BLOCKS)]
+_RECORD = np.dtype([*LINKS.descr, *_FIELDS])
 
 
 def operations_of(policy: QueuePolicy, trace: Trace, capacity: int) -> Operations:
@@ -43,9 +45,8 @@ def operations_of(policy: QueuePolicy, trace: Trace, capacity: int) -> Operation
 
     replaced = {"_keys", "_queue_of", "_pinned", "_newcomers", "_returning"}
     state = {name: converted(of) for name, of in vars(policy).items() if name not in replaced}
-    records = np.zeros(2 * num_blocks + len(ends), _RECORD)
+    records = empty_lists(2 * num_blocks + len(ends), _RECORD)
     records["value"][2 * num_blocks :] = ends
-    records["older"] = records["newer"] = np.arange(len(records))
     own: dict[str, Callable] = {}
     for base in reversed(type(policy).__mro__):
         if issubclass(base, QueuePolicy) and base is not QueuePolicy:
@@ -132,16 +133,14 @@ def _forget_oldest(self: Compiled, ghosts: int) -> None:
 def _link(self: Compiled, at: int, end: int) -> None:
     """Make ``at`` the newest record of the list with ``end``."""
     records = self.records
-    newest = records[end].older
-    records[at].older, records[at].newer, records[at].list = newest, end, end
-    records[newest].newer = records[end].older = at
+    link(records, at, end)
+    records[at].list = end
     records[end].length += 1
 
 
 def _unlink(self: Compiled, at: int) -> None:
     records = self.records
-    older, newer = records[at].older, records[at].newer
-    records[older].newer, records[newer].older = newer, older
+    unlink(records, at)
     records[records[at].list].length -= 1
     records[at].list = 0
 

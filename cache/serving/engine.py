@@ -158,13 +158,9 @@ class Engine:
         if as_int("priority", priority) and self.scheduler.policy != "priority":
             needs = 'needs 0, or a Scheduler(policy="priority")'
             raise ValueError(f"priority={shown(priority)}: {needs}")
-        if self.vocab_size is not None:
-            lowest, highest = min(prompt_token_ids), max(prompt_token_ids)
-            if lowest < 0 or highest >= self.vocab_size:
-                raise ValueError(
-                    f"prompt: token ids from {lowest} to {highest}; needs ids from 0 to "
-                    f"{self.vocab_size - 1}"
-                )
+        if self.vocab_size is not None and max(prompt_token_ids) >= self.vocab_size:
+            given = f"token ids from {min(prompt_token_ids)} to {max(prompt_token_ids)}"
+            raise ValueError(f"prompt: {given}; needs ids from 0 to {self.vocab_size - 1}")
         if length >= self.max_model_len:
             raise ValueError(
                 f"prompt: has {length} tokens; needs at most {self.max_model_len - 1}, one less "
@@ -232,8 +228,7 @@ class Engine:
         with a manager that cannot fork.  If it raises, also after an interrupt or an error of the
         policy, nothing is added.
         """
-        keys: dict[str, Any] = {"cache_salt": cache_salt, "lora_name": lora_name}
-        keys["mm_inputs"] = mm_inputs
+        keys = dict[str, Any](cache_salt=cache_salt, lora_name=lora_name, mm_inputs=mm_inputs)
         prompt_token_ids = self.check(prompt_token_ids, params, priority=priority, **keys)
         stops = frozenset(params.stop_token_ids)
         length = len(prompt_token_ids)

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 import cache
 from cache.blocks.groups import Group
 from cache.policies import POLICIES
-from cache.traces.trace import Trace
-from tests.cache.prefix_traces import prefix_traces, simulate_both, trace_of, trace_of_requests
+from tests.cache.prefix_traces import prefix_traces, simulate_both, trace_of_requests
 from tests.cache.replay.test_serial import in_python
 
 FULL, WINDOW, STATE, SIZE = Group(), Group("window", 5), Group("state"), 4
@@ -147,20 +146,3 @@ def test_hit_rates_are_those_of_vllm(retention, rate):
     pages = int(trace.num_unique_blocks * 0.05) * 6
     result = cache.simulate(trace, policy="lru", capacity_blocks=pages, **options)
     assert result.block_hit_rate == pytest.approx(rate, abs=0.0005)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"groups": [WINDOW]}, "groups=.*needs a group of kind 'full'"),
-        ({"retention": 6}, "retention=6: needs a multiple of block_size=4"),
-        ({"groups": None, "retention": 4}, "retention=4: needs groups"),
-        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens=0: needs"),
-        ({"policy": "belady"}, "policy 'belady' needs the future.*groups=.*needs full groups"),
-        ({"trace": Trace.from_requests([(0, 1, 1, [0])], name="x")}, "'x' has blocks of unknown"),
-    ],
-)
-def test_bad_arguments_are_named(change, message):
-    arguments = {"trace": trace_of([(0, 1)]), "policy": "lru", "groups": [FULL, WINDOW]} | change
-    with pytest.raises(ValueError, match=message):
-        cache.simulate(capacity_blocks=9, **arguments)

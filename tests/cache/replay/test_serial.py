@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cache
+from cache import Group
 from cache.policies import POLICIES, EvictionPolicy, PriorityPolicy, make_policy, record
 from cache.traces.trace import Trace
 from tests.cache.prefix_traces import hits, prefix_traces, simulate_both, trace_of
@@ -306,6 +307,10 @@ def test_a_part_is_counted_after_a_warm_start(policy):
     assert 0 < cold.evictions + warm.evictions < whole.evictions
 
 
+WINDOWS = [Group(), Group("window", 5)]
+UNKNOWN_SIZE = Trace.from_requests([(0, 1, 1, [0])], name="x")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -318,13 +323,18 @@ def test_a_part_is_counted_after_a_warm_start(policy):
         ({"counted": 3}, "counted=3: needs a slice of requests without a step"),
         ({"counted": slice(0, 9, 2)}, "counted=slice.*: needs a slice of requests without a step"),
         ({"trace": Trace.from_requests([(0, 9, 1, [])], name="a")}, "trace 'a' has lengths only"),
+        ({"retention": 4}, "retention=4: needs groups"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens=0: needs"),
+        ({"groups": WINDOWS[1:]}, "groups=.*needs a group of kind 'full'"),
+        ({"groups": WINDOWS, "retention": 6}, "retention=6: needs a multiple of block_size=4"),
+        ({"groups": WINDOWS, "policy": "belady"}, "'belady' needs the future.*groups=.*needs full"),
+        ({"groups": WINDOWS, "trace": UNKNOWN_SIZE}, "'x' has blocks of unknown"),
     ],
 )
 def test_bad_arguments(arguments, message):
+    valid = {"trace": trace_of([(0,)]), "policy": "lru", "capacity_blocks": 4}
     with pytest.raises(ValueError, match=message):
-        cache.simulate(
-            **{"trace": trace_of([(0,)]), "policy": "lru", "capacity_blocks": 4, **arguments}
-        )
+        cache.simulate(**valid | arguments)
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,7 @@ import numpy as np
 import pytest
 
 from cache import ServiceModel, make_manager
-from cache.serving.open_loop import (
-    Run,
-    StepRecord,
-    engine_without_model,
-    poisson_arrivals,
-    serve,
-)
+from cache.serving.open_loop import Run, StepRecord, engine_without_model, poisson_arrivals, serve
 from cache.serving.request import RequestStats
 
 
