@@ -55,6 +55,14 @@ class RequestInfo(NamedTuple):
 UNKNOWN_REQUEST = RequestInfo(math.nan, math.nan, math.nan, math.nan)
 
 
+def request_info(row: Sequence[float], has_ended: bool) -> RequestInfo:
+    """``RequestInfo`` of a row of ``Trace.request_facts``, before or after the request's end."""
+    end = row[2], row[4], row[5], row[7], row[8]
+    if not has_ended:
+        end = math.nan, math.nan, math.nan, math.nan, math.nan
+    return RequestInfo(row[0], row[1], end[0], row[3], end[1], end[2], row[6], end[3], end[4])
+
+
 class EvictionPolicy(abc.ABC):
     """Chooses which unused block to give up.  One object serves one pool at a time."""
 

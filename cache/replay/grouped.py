@@ -31,9 +31,9 @@ import numpy as np
 
 from cache.blocks.groups import Group, check_retention
 from cache.checks import shown
-from cache.policies.base import EvictionPolicy, check_victims
+from cache.policies.base import EvictionPolicy, check_victims, request_info
 from cache.replay.compiled import next_uses_of
-from cache.replay.operations import Array, Compiled, Replayed, _make, request_info
+from cache.replay.operations import Array, Compiled, Replayed, _make
 from cache.traces.trace import Trace, _picked
 
 NO_PAGE, NO_CONTENT = -1, -2

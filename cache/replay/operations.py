@@ -14,7 +14,6 @@ attribute that is an ``Operations`` object.
 import functools
 import hashlib
 import inspect
-import math
 import os
 import tempfile
 import warnings
@@ -35,7 +34,7 @@ from numba.core.typing.templates import AttributeTemplate, Signature
 from numba.extending import infer_getattr, models
 
 import cache
-from cache.policies.base import RequestInfo
+from cache.policies.base import request_info
 from cache.traces.trace import Trace
 
 Array = np.ndarray
@@ -143,15 +142,7 @@ def _finds_folder() -> bool:
 
 
 ON_DISK = _finds_folder()
-
-
-@numba.njit(inline="always")
-def request_info(row: Array | list[float], has_ended: bool) -> RequestInfo:
-    """``RequestInfo`` of a row of ``Trace.request_facts``, before or after the request's end."""
-    end = row[2], row[4], row[5], row[7], row[8]
-    if not has_ended:
-        end = math.nan, math.nan, math.nan, math.nan, math.nan
-    return RequestInfo(row[0], row[1], end[0], row[3], end[1], end[2], row[6], end[3], end[4])
+numba.extending.register_jitable(request_info)
 
 
 def _define(key: str) -> Callable:

@@ -15,7 +15,6 @@ For overlapping requests, decoding and preemption see ``cache.simulate_serving``
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -26,19 +25,13 @@ from typing import TYPE_CHECKING
 from cache.blocks.groups import Group, check_groups
 from cache.checks import at_least, shown
 from cache.policies import EvictionPolicy, as_policy
-from cache.policies.base import RequestInfo, wrong_victim
+from cache.policies.base import request_info, wrong_victim
 from cache.traces.trace import Trace, load_trace
 
 if TYPE_CHECKING:
     import numpy as np
 
     from cache.replay.operations import Replayed  # numba is slow to import
-
-
-_NOT_YET_KNOWN = dict.fromkeys(
-    ("output_tokens", "calls_tool", "ends_session", "expected_pause_ms", "pause_spread"), math.nan
-)
-"""Fields of ``RequestInfo`` that become known at the end of a request."""
 
 
 @dataclass(frozen=True)
@@ -203,8 +196,7 @@ def _replay_in_python(trace: Trace, policy: EvictionPolicy, capacity: int) -> Re
                 missing.append(depth)
         hits[request] = missing[0] if missing else len(blocks)
         if tell is not None:
-            facts = RequestInfo(*request_facts[request])
-            tell(facts._replace(**_NOT_YET_KNOWN))
+            tell(request_info(request_facts[request], False))
         in_use = set(blocks) if len(resident) + len(missing) > capacity else ()
         for depth in missing:
             block = blocks[depth]
@@ -221,6 +213,6 @@ def _replay_in_python(trace: Trace, policy: EvictionPolicy, capacity: int) -> Re
         if next_uses is not None:
             next_use.update(zip(blocks, next_uses[start : start + len(blocks)], strict=True))
         if tell is not None:
-            tell(facts)
+            tell(request_info(request_facts[request], True))
         release_many(blocks[::-1])
     return hits, evictions
