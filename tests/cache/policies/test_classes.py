@@ -14,7 +14,7 @@ import cache
 from cache.policies import ClassPolicy, PriorityPolicy, RequestInfo, make_policy
 from cache.policies.gittins import Gittins
 from cache.traces.trace import Trace
-from tests.cache.prefix_traces import hits, prefix_traces, simulate_both, trace_of
+from tests.cache.prefix_traces import hits, prefix_traces, serve, simulate_both, trace_of
 
 BINS = 32
 ENDS = np.array([0.0, *(2.0**bin_ for bin_ in range(BINS))])
@@ -162,14 +162,11 @@ def test_what_is_forgotten_stays_gone_and_begins_anew():
 def test_without_times_a_release_takes_a_second():
     policies = [make_policy("gittins") for _ in range(2)]
     for policy, second in zip(policies, (math.nan, 1000.0), strict=True):
+        pool: dict[int, int] = {}
         policy.start(3)
         for at in range(1, 80):
             policy.tell(RequestInfo(second * at, 16, 1, 1))
-            if at > 3:
-                policy.pin(at % 3)
-            else:
-                policy.insert(at % 3, at % 3, None, 0)
-            policy.release(at % 3)
+            serve(policy, pool, [at % 3], 3)
     assert np.array_equal(*(policy._returned for policy in policies))
     assert policies[0]._returned.sum() == 76
 

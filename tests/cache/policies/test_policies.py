@@ -176,10 +176,7 @@ def test_unused_blocks_leave_tail_first(name):
     length, policy = 2000, make_policy(name)
     is_tree = isinstance(policy, LeafPolicy)  # others: all blocks fit the first queue
     policy.start(length if is_tree else 16 * length, lambda block: 7)
-    for depth in range(length):
-        policy.miss(depth)
-        policy.insert(depth, depth, depth - 1 if depth else None, depth)
-    policy.release_many(reversed(range(length)))
+    serve(policy, {}, [*range(length)], length)
     assert [*policy] == [*reversed(range(length))]
     assert len(policy) == length
 
@@ -201,8 +198,7 @@ def test_many_blocks_in_use_do_not_slow_eviction(name):
 
 def calls_of_evictions(name: str, released: int, in_use: int) -> int:
     """Python and C functions called until each of ``released`` blocks has been evicted."""
-    policy = make_policy(name)
-    policy.start(released + in_use, lambda block: 1)
+    policy = started(name, released + in_use)
     for block in range(released):
         policy.insert(block, block, None, 0)
         policy.release(block)
@@ -351,8 +347,7 @@ def test_bad_user_files(user_file, tmp_path, spec, message):
 
 @pytest.mark.parametrize(("name", "value"), [("NotANumber", "nan"), ("Forgotten", "None")])
 def test_a_priority_that_is_not_a_number_is_refused(user_file, name, value):
-    policy = make_policy(f"{user_file}:{name}")
-    policy.start(4)
+    policy = started(f"{user_file}:{name}")
     policy.insert(0, "a", None, 0)
     with pytest.raises(ValueError, match=f"'{name}': the priority of block 0 is {value}, not"):
         policy.release(0)

@@ -120,9 +120,7 @@ def test_a_copy_goes_on_as_the_original_and_shares_nothing_with_it(name, copied)
     expected = victims(twin, dict(pool), orders[1])
     assert victims(policy, pool, orders[1]) == expected
     policy.start(2000, next_use=float)
-    for block in range(2000):
-        policy.insert(block, block, block - 1 if block else None, block)
-    policy.release_many(range(2000)[::-1])
+    serve(policy, {}, [*range(2000)], 2000)
     twin = copied(policy)
     assert [twin.evict() for _ in range(9)] == [policy.evict() for _ in range(9)]
 
