@@ -167,8 +167,7 @@ def _waste(cell: OfTrace, trace: cache.Trace) -> dict[str, Any]:
 
 def _draw_latency(rows: style.DataFrame) -> style.Figure | None:
     """Draw bandwidth / measured peak, with a panel per context length."""
-    rows = rows[rows["part"] == "latency"]
-    rows = rows.dropna(subset="p50_us") if len(rows) else rows
+    rows = rows.dropna(subset="p50_us")
     if rows.empty:
         return None
     looks = style.lines_of(rows["implementation"].unique())
@@ -187,10 +186,7 @@ def _draw_latency(rows: style.DataFrame) -> style.Figure | None:
     return style.shared_legend(figure, columns=4, xlabel=xlabel)
 
 
-def _draw_serving(rows: style.DataFrame) -> style.Figure | None:
-    rows = rows[rows["part"] == "serving"]
-    if rows.empty:
-        return None
+def _draw_serving(rows: style.DataFrame) -> style.Figure:
     loads = rows.groupby("load", sort=False)
     figure, axes, _ = style.panel_grid(len(loads), height=2.1, width=3.5, columns=2)
     for axis, (load, points) in zip(axes, loads, strict=True):
@@ -204,11 +200,8 @@ def _draw_serving(rows: style.DataFrame) -> style.Figure | None:
     return figure
 
 
-def _draw(rows: style.DataFrame) -> style.Figure | None:
+def _draw(rows: style.DataFrame) -> style.Figure:
     """Draw a panel of hit rates per capacity, and a panel of waste."""
-    rows = rows[rows["part"].isin(["hit_rate", "waste"])]
-    if rows.empty:
-        return None
     lines = style.lines_of(rows["trace"].unique())
     hit_rates, waste = (rows[rows["part"] == part] for part in ("hit_rate", "waste"))
     panels = []
@@ -246,9 +239,9 @@ EXPERIMENT = Experiment(
     run_cell=run_cell,
     plot=style.plotter(
         {
-            "block_size": _draw,
-            "block_size_serving": _draw_serving,
-            "block_size_latency": _draw_latency,
+            "block_size": style.of_parts(_draw, "hit_rate", "waste"),
+            "block_size_serving": style.of_parts(_draw_serving, "serving"),
+            "block_size_latency": style.of_parts(_draw_latency, "latency"),
         }
     ),
     gpu="optional",

@@ -143,13 +143,10 @@ def _memory(model: dict[str, Any], context: int) -> dict[str, Any]:
     }
 
 
-def _draw_hit_rates(rows: style.DataFrame) -> style.Figure | None:
+def _draw_hit_rates(rows: style.DataFrame) -> style.Figure:
     """A column of panels per trace, a row per model, a curve per layout."""
-    rows = rows[rows["part"] == "replay"]
     groups = rows[rows["layout"] != "full"]
     panels = [*(rows if groups.empty else groups).groupby(["model", "trace"])]
-    if not panels:
-        return None
     columns = min(3, rows["trace"].nunique())
     figure, axes, spare = style.panel_grid(len(panels), height=1.6, columns=columns)
     looks = {(name, "lru"): look for name, look in style.lines_of(rows["layout"].unique()).items()}
@@ -197,11 +194,8 @@ def _retention(rows: style.DataFrame) -> style.DataFrame:
     return table
 
 
-def _draw_memory(rows: style.DataFrame) -> style.Figure | None:
+def _draw_memory(rows: style.DataFrame) -> style.Figure:
     """Bytes per token on the left, the share of one table's memory that is wasted on the right."""
-    rows = rows[rows["part"] == "memory"]
-    if rows.empty:
-        return None
     places, names = rows["model"].factorize()
     figure, axes, _ = style.panel_grid(2, height=2.6, width=3.4, sharey=True)
     style.name_rows(axes[0], names)
@@ -228,7 +222,10 @@ EXPERIMENT = Experiment(
     cells=cells,
     run_cell=run_cell,
     plot=style.plotter(
-        {"hit_rate": _draw_hit_rates, "memory": _draw_memory},
+        {
+            "hit_rate": style.of_parts(_draw_hit_rates, "replay"),
+            "memory": style.of_parts(_draw_memory, "memory"),
+        },
         {"retention": (_retention, "%.4f"), "policies": (_policies, "%.2f")},
     ),
 )

@@ -181,28 +181,24 @@ def serve(trace: Trace, manager: CacheManager, arrivals: list[float]) -> dict[st
 
 def _draw(rows: style.DataFrame) -> style.Figure:
     figure, axes, spare = style.panel_grid(rows["trace"].nunique(), height=2.1, sharey=True)
-    for axis, (_, of_trace) in zip(axes, rows.groupby("trace", sort=False), strict=True):
-        _draw_bars(axis, of_trace)
+    rows = rows.assign(paged=~rows["system"].isin(_RESERVATIONS))
+    for axis, (trace, of_trace) in zip(axes, rows.groupby("trace", sort=False), strict=True):
+        bars = of_trace.sort_values(["paged", "block_size"])
+        labels = bars["block_size"].astype(str).where(bars["paged"], bars["system"])
+        # A gap separates the reservations from the block sizes.
+        positions = bars["paged"].to_numpy() + range(len(bars))
+        bottom = 0.0
+        for kind, (label, look) in _KINDS.items():
+            heights = 100 * bars[f"{kind}_fraction"].to_numpy()
+            axis.bar(positions, heights, bottom=bottom, width=0.85, label=label, **look)
+            bottom = bottom + heights
+        longest = of_trace["max_model_len"].iloc[0]
+        axis.set(title=f"{trace}\nmaximum length {longest:,}", ylim=(0, 100))
+        axis.set_xticks(positions, labels, rotation=90)
+        axis.set_xlabel("reservation | block size", fontsize=7)
+        axis.grid(axis="x", visible=False)
     ylabel = "share of the KV cache memory (%)"
     return style.shared_legend(figure, spare, columns=5, ylabel=ylabel)
-
-
-def _draw_bars(axis: style.Axes, rows: style.DataFrame) -> None:
-    rows = rows.assign(paged=~rows["system"].isin(_RESERVATIONS))
-    bars = rows.sort_values(["paged", "block_size"])
-    labels = bars["block_size"].astype(str).where(bars["paged"], bars["system"])
-    # A gap separates the reservations from the block sizes.
-    positions = bars["paged"].to_numpy() + range(len(bars))
-    bottom = 0.0
-    for kind, (label, look) in _KINDS.items():
-        heights = 100 * bars[f"{kind}_fraction"].to_numpy()
-        axis.bar(positions, heights, bottom=bottom, width=0.85, label=label, **look)
-        bottom = bottom + heights
-    first = rows.iloc[0]
-    axis.set(title=f"{first['trace']}\nmaximum length {first['max_model_len']:,}", ylim=(0, 100))
-    axis.set_xticks(positions, labels, rotation=90)
-    axis.set_xlabel("reservation | block size", fontsize=7)
-    axis.grid(axis="x", visible=False)
 
 
 _LAYERS = {

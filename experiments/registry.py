@@ -26,7 +26,5 @@ _MODULES = (  # the report has this order
     "fp8_quality",
 )
 
-EXPERIMENTS: dict[str, Experiment] = {}
-for _module in _MODULES:
-    _experiment = importlib.import_module(f"experiments.{_module}").EXPERIMENT
-    EXPERIMENTS[_experiment.name] = _experiment
+_experiments = (importlib.import_module(f"experiments.{name}").EXPERIMENT for name in _MODULES)
+EXPERIMENTS: dict[str, Experiment] = {experiment.name: experiment for experiment in _experiments}

@@ -134,31 +134,22 @@ def _bounds(source: workloads.Source, pages: int) -> list[tuple[float, float]]:
     return [*zip(lru, best, strict=True)]
 
 
-def _shares(rows: style.DataFrame) -> style.DataFrame | None:
+def _shares(rows: style.DataFrame) -> style.DataFrame:
     """Medians over the seeds, and the range of the share."""
-    rows = rows[rows["part"] == "replay"]
-    if rows.empty:
-        return None
     groups = rows.groupby(["trace", "capacity_percent", "policy"], sort=False)
     table = groups[["gap", "hit_rate", "judged_hit_rate", "judged_share"]].median()
     return table.join(groups["share"].agg(["median", "min", "max"])).reset_index()
 
 
-def _times(rows: style.DataFrame) -> style.DataFrame | None:
-    rows = rows[rows["part"] == "loop"]
-    if rows.empty:
-        return None
+def _times(rows: style.DataFrame) -> style.DataFrame:
     values = ["block_hit_rate", "host_block_hit_rate", "ttft_mean_s", "ttft_p50_s", "ttft_p90_s"]
     rows, by = rows.assign(over_lru=over_lru(rows)), ["trace", "pool_gib", "host_gib", "policy"]
     table = quantiles.over_slices(rows, by, [*values, "over_lru"])
     return table.assign(basis=CLOCK_DISCLAIMER)
 
 
-def _draw_shares(rows: style.DataFrame) -> style.Figure | None:
+def _draw_shares(rows: style.DataFrame) -> style.Figure:
     """Panels with ends told above, not told below: a curve per pool; bars: all seeds."""
-    rows = rows[rows["part"] == "replay"]
-    if rows.empty:
-        return None
     traces = rows.groupby("trace", sort=False)
     panels = [(of, ends) for ends in ("_ends", "") for of in traces]
     size: dict[str, Any] = {"columns": len(traces), "height": 1.6, "width": 1.4}
@@ -197,6 +188,10 @@ EXPERIMENT = Experiment(
     cells=cells,
     run_cell=run_cell,
     plot=style.plotter(
-        {"share": _draw_shares}, {"share": (_shares, "%.4f"), "loop": (_times, "%.4g")}
+        {"share": style.of_parts(_draw_shares, "replay")},
+        {
+            "share": (style.of_parts(_shares, "replay"), "%.4f"),
+            "loop": (style.of_parts(_times, "loop"), "%.4g"),
+        },
     ),
 )

@@ -9,8 +9,6 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from experiments.harness.store import write_atomically
 
 if TYPE_CHECKING:
@@ -131,26 +129,6 @@ def curve(axes: Axes, rows: DataFrame, x: str, y: str, times: float = 1, **look:
     axes.plot(rows[x], times * rows[y], **look)
 
 
-def bars(
-    axes: Axes,
-    table: DataFrame,
-    looks: Mapping[str, Look],
-    *,
-    errors: tuple[DataFrame, DataFrame],
-) -> None:
-    """Draw a group of bars for each row of ``table``, at x = 0, 1 ...  A group has a bar for each
-    column that is in ``looks``.
-
-    errors: lengths of the error bars downwards and upwards, in the shape of ``table``."""
-    names = [name for name in looks if name in table]
-    for number, name in enumerate(names):
-        positions = np.arange(len(table)) + 0.8 * ((number + 0.5) / len(names) - 0.5)
-        lengths = [part[name] for part in errors]
-        look = {"label": name, **looks[name], "capsize": 2, "error_kw": {"lw": 0.7}}
-        axes.bar(positions, table[name], width=0.76 / len(names), yerr=lengths, **look)
-    axes.grid(axis="x", visible=False)
-
-
 @contextmanager
 def figures() -> Iterator[None]:
     """Context that draws with the style file, without a display, and closes figures at its end."""
@@ -252,6 +230,16 @@ def shared_legend(
                 break
             legend.remove()
     return figure
+
+
+def of_parts(make: Callable[[DataFrame], Any], *parts: str) -> Callable[[DataFrame], Any]:
+    """Apply ``make`` to the rows of these parts of an experiment; None if there are none."""
+
+    def made(rows: DataFrame) -> Any:
+        rows = rows[rows["part"].isin(parts)]
+        return None if rows.empty else make(rows)
+
+    return made
 
 
 def plotter(

@@ -20,7 +20,6 @@ import argparse
 import contextlib
 import dataclasses
 import importlib
-import importlib.metadata
 import itertools
 import multiprocessing
 import os
@@ -39,7 +38,7 @@ from typing import Any
 
 from experiments.bench.shapes import OURS
 from experiments.harness import Absent, run_sweep
-from experiments.harness.environment import REPOSITORY
+from experiments.harness.environment import REPOSITORY, version_of
 from experiments.harness.workers import run_here, run_locally
 from experiments.registry import EXPERIMENTS
 
@@ -101,7 +100,7 @@ def device_tests(*options: str) -> Step:
     """A step that runs device tests, in one process per core, up to 12."""
 
     def run(out: Path) -> Iterator[str]:
-        parallel = ["-n", str(min(12, os.cpu_count() or 1))] if _has("pytest-xdist") else []
+        parallel = ["-n", str(min(12, os.cpu_count() or 1))] if version_of("pytest-xdist") else []
         words = ["pytest", "--on-device", "-q", "--tb=short", "-p", "no:cacheprovider", *parallel]
         command, last = [sys.executable, "-m", *words, *options], ""
         pipe: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
@@ -119,12 +118,6 @@ def device_tests(*options: str) -> Step:
         yield f"pytest {' '.join(options)}: {last} (status {process.returncode})"
 
     return run
-
-
-def _has(package: str) -> bool:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return bool(importlib.metadata.version(package))
-    return False
 
 
 _SMOKE = {"block_size": (16,), "head_dim": (128,), "dtype": ("bfloat16", "fp8")}
@@ -224,7 +217,7 @@ def main(arguments: list[str] | None = None) -> int:
     folder = options.out / "first_contact"
     folder.mkdir(parents=True, exist_ok=True)
     log, arch = partial(_write, folder / "log.txt", time.time()), "sm_{}{}".format(*capability)
-    found = [f"{n} {importlib.metadata.version(n)}" for n in ("torch", "triton") if _has(n)]
+    found = [f"{name} {version_of(name)}" for name in ("torch", "triton") if version_of(name)]
     log("start", f"{', '.join(found)}, Python {platform.python_version()}, {os.cpu_count()} cores")
     compiling = _FORK.Process(target=_compile_ahead, args=(options.stages, arch, log))
     compiling.start()

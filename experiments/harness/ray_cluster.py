@@ -7,6 +7,7 @@ its cell on another machine.  A result arrives once or not at all.  Only the dri
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import socket
@@ -29,7 +30,7 @@ class NoCluster(RuntimeError):
     """Ray is not installed, there is no checkout, or no cluster answers at the address."""
 
 
-class RayCluster:
+class RayCluster(contextlib.AbstractContextManager):
     """A connection to the cluster at ``address`` ("auto", "host:port", "ray://host:port").
 
     It is a context manager that disconnects at its end.  Raises NoCluster.
@@ -53,9 +54,6 @@ class RayCluster:
         except (OSError, ValueError, RuntimeError) as error:
             raise NoCluster(f"--ray {address}: no cluster answers: {error}") from error
         self._ray = ray
-
-    def __enter__(self) -> RayCluster:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._ray.shutdown()

@@ -199,26 +199,22 @@ class GpuClock:
         shape, parts = self._shape, self.tensor_parallel
         heads, kv_heads = shape.q_heads // parts, shape.kv_heads // parts
         folds = max(1, kv_heads // 8)
-        self._prefill = self._attention("prefill", heads, kv_heads)
-        self._decode = self._attention("decode", heads // folds, kv_heads // folds)
-        self._folds = folds
-        measured = int(self._decode.axes["context_tokens"][-1])
-        self._longest = max(measured, min(2 * measured, shape.positions))
-        self._floor = self._slow * float(self._decode(batch_size=1, context_tokens=1))
-        self._share = functools.cache(self._tabulate_share)
-
-    def _attention(self, phase: str, q_heads: int, kv_heads: int) -> gpu_times.Grid:
-        return gpu_times.grid(
+        times = functools.partial(
+            gpu_times.grid,
             "attention",
             ("batch_size", "context_tokens"),
             gpu=self._card.gpu,
             kernel=self._card.kernel,
             kv_dtype="bfloat16",
-            head_dim=self._shape.head_dim,
-            phase=phase,
-            q_heads=q_heads,
-            kv_heads=kv_heads,
+            head_dim=shape.head_dim,
         )
+        self._prefill = times(phase="prefill", q_heads=heads, kv_heads=kv_heads)
+        self._decode = times(phase="decode", q_heads=heads // folds, kv_heads=kv_heads // folds)
+        self._folds = folds
+        measured = int(self._decode.axes["context_tokens"][-1])
+        self._longest = max(measured, min(2 * measured, shape.positions))
+        self._floor = self._slow * float(self._decode(batch_size=1, context_tokens=1))
+        self._share = functools.cache(self._tabulate_share)
 
     def _tabulate_share(self, batch: int) -> np.ndarray:
         """Seconds of one of ``batch`` sequences of equal contexts, indexed by context // _GRAIN."""

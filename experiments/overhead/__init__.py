@@ -13,7 +13,7 @@ comparison run if they can be imported (``baselines.py`` says how to install the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -47,16 +47,6 @@ def run_cell(cell: Options) -> list[dict[str, Any]]:
     return [{"part": part, **row} for row in _PARTS[part][0].run_cell(cell)]
 
 
-def _of(part: str, make: Callable[[style.DataFrame], Any]) -> Callable[[style.DataFrame], Any]:
-    """Apply ``make`` to the rows of a part, if there are any."""
-
-    def made(rows: style.DataFrame) -> Any:
-        rows = rows[rows["part"] == part]
-        return None if rows.empty else make(rows.dropna(axis="columns", how="all"))
-
-    return made
-
-
 EXPERIMENT = Experiment(
     name="overhead",
     figure="host time of replay, cache managers and engine steps",
@@ -74,8 +64,11 @@ EXPERIMENT = Experiment(
     cells=cells,
     run_cell=run_cell,
     plot=style.plotter(
-        {part: _of(part, module.draw) for part, (module, _) in _PARTS.items()},
-        {part: (_of(part, module.table), "%.3f") for part, (module, _) in _PARTS.items()},
+        {part: style.of_parts(module.draw, part) for part, (module, _) in _PARTS.items()},
+        {
+            part: (style.of_parts(module.table, part), "%.3f")
+            for part, (module, _) in _PARTS.items()
+        },
     ),
     gpu="optional",
     timed=True,

@@ -202,9 +202,8 @@ def _named(rows: style.DataFrame) -> style.DataFrame:
     """Add a ``name`` of the implementation to each row, such as vllm_v1 (xxh3_128) sieve."""
     names = rows["implementation"]
     for column, shape in (("version", " {}"), ("hash_algorithm", " ({})"), ("policy", " {}")):
-        if column in rows:
-            known = rows[column].astype(object).fillna("").replace("lru", "")
-            names = names + known.map(shape.format).where(known != "", "")
+        known = rows[column].astype(object).fillna("").replace("lru", "")
+        names = names + known.map(shape.format).where(known != "", "")
     return rows.assign(name=names).astype({"pool_blocks": int})
 
 
