@@ -9,16 +9,12 @@ from docs import tutorial
 
 
 @pytest.mark.parametrize("page", tutorial.PAGES)
-def test_the_committed_pictures_are_what_the_managers_do(page):
+def test_the_committed_pictures_are_what_the_managers_do_and_the_page_shows_all_in_order(page):
+    pictures = tutorial.pictures(page)
     committed = {path.stem: path.read_text() for path in (tutorial.FOLDER / page).iterdir()}
-    assert committed == tutorial.pictures(page), "run python -m docs.tutorial"
-
-
-@pytest.mark.parametrize("page", tutorial.PAGES)
-def test_the_page_shows_every_picture_in_order(page):
+    assert committed == pictures, "run python -m docs.tutorial"
     text = (tutorial.FOLDER / f"{page}.md").read_text()
-    shown = re.findall(rf"!\[[^]]+\]\({page}/([\w-]+)\.svg\)", text)
-    assert shown == [*tutorial.pictures(page)]
+    assert re.findall(rf"!\[[^]]+\]\({page}/([\w-]+)\.svg\)", text) == [*pictures]
 
 
 def test_the_33rd_token_of_c_follows_its_32nd():

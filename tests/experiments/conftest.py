@@ -165,28 +165,3 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> dict:
 
     monkeypatch.setattr(style, "save", lay_out)
     return figures
-
-
-@pytest.fixture
-def timed_rows() -> Callable:
-    """Made-up rows for the cells of a GPU experiment, to draw: timed_rows(cells, refused=())."""
-
-    def rows(cells, refused: tuple[str, ...] = ()) -> pd.DataFrame:
-        table = []
-        for index, cell in enumerate(cells):
-            shape, name = cell.shape, cell.implementation
-            if name in refused or (name == "flash_attn_2" and shape.block_size % 256):
-                continue
-            tokens = shape.batch * max(shape.context_len, shape.block_size)
-            num_bytes, flops = 4096.0 * tokens, 16384.0 * tokens * shape.query_len
-            p50 = 5 + (1.2 + 0.2 * (index % 7)) * num_bytes / 3e6
-            seconds = p50 * 1e-6
-            row = {**shape.columns(), "part": cell.part, "implementation": name}
-            row |= {"p20_us": 0.95 * p50, "p50_us": p50, "p80_us": 1.1 * p50}
-            row |= {"bytes": num_bytes, "peak_gb_per_s": 3000.0}
-            row |= {"bandwidth_fraction": num_bytes / seconds / 3e12}
-            row |= {"matmul_fraction": min(0.9, flops / seconds / 7e14)}
-            table.append(row)
-        return pd.DataFrame(table)
-
-    return rows

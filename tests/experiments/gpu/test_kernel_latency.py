@@ -10,6 +10,7 @@ from experiments.bench.timed_ops import OPS
 from experiments.gpu import kernel_latency
 from experiments.gpu.kernel_latency import OURS, KernelLatency, tiles
 from experiments.harness import Unavailable
+from experiments.harness.environment import committed
 from experiments.harness.grid import check
 from kernels.testing.baselines import BASELINES
 
@@ -59,15 +60,21 @@ def test_other_tiles_and_splits_of_ours_are_tried_beside_the_tables_choice():
     ]  # fmt: skip
 
 
-def test_figures_of_a_table_with_times(timed_rows, drawn):
-    cells = cells_of(*kernel_latency.PARTS[:8], batch=(1, 8, 64, 256), context_len=(512, 4096))
-    few = {"batch": (8, 64), "context_len": (512,), "block_size": (16,)}
-    cells += cells_of("decode", **few, kv_dtype="float8_e4m3fn")
-    rows = timed_rows(cells, refused=("flash_attn_3",)).assign(by_table=True)
+@pytest.fixture(scope="module")
+def rows():
+    """The committed times; an fp8 cache and ``gather_sdpa`` are given the times of our decode."""
+    rows = pd.read_csv(committed("kernel_latency", "nvidia-h200") / "rows.csv")
+    ours = rows.query(f"part == 'decode' and implementation == '{OURS}' and block_size == 16")
+    gather = ours.assign(implementation="gather_sdpa")
+    return pd.concat([rows, ours.assign(kv_dtype="float8_e4m3fn"), gather])
+
+
+def test_figures_of_a_table_with_times(rows, drawn):
     kernel_latency.EXPERIMENT.plot(rows, Path())
-    assert set(drawn) == {"decode", "prefill", "moves"}
+    assert set(drawn) == {"decode", "prefill", "moves", "cascade", "mla"}
     latency = drawn["decode"]
-    assert len([axis for axis in latency.axes if axis.get_title()]) == 2
+    contexts = rows.loc[rows["part"] == "decode", "context_len"].nunique()
+    assert len([axis for axis in latency.axes if axis.get_title()]) == contexts > 1
     labels = {line.get_label() for line in latency.axes[0].get_lines()}
     assert {f"{OURS}, block 16", f"{OURS}, block 256", "flash_attn_2, block 256"} <= labels
     assert "bound: bytes at the measured peak" in labels
@@ -77,20 +84,17 @@ def test_figures_of_a_table_with_times(timed_rows, drawn):
         assert len(set(line.get_xdata())) == len(line.get_xdata()), "one point per batch size"
 
 
-def test_the_figure_of_cascade_shows_the_gain_over_plain_decode(timed_rows, drawn):
-    cells = cells_of("cascade", prefix_len=(1024, 4096), cascade_batch=(1, 64))
-    rows = timed_rows(cells).assign(by_table=True)
-    kernel_latency.EXPERIMENT.plot(rows, Path())
-    one, many, _ = drawn["cascade"].axes[0].get_lines()
-    times = rows.set_index(["batch", "prefix_len", "implementation"])["p50_us"]
-    for batch, line in ((1, one), (64, many)):
-        gains = [times[batch, n, "paged_decode"] / times[batch, n, OURS] for n in (1024, 4096)]
-        assert list(line.get_ydata()) == pytest.approx(gains)
+def test_the_figure_of_cascade_shows_the_gain_over_plain_decode(rows, drawn):
+    kernel_latency.EXPERIMENT.plot(rows[rows["part"] == "cascade"], Path())
+    *curves, _ = drawn["cascade"].axes[0].get_lines()
+    times = rows.pivot_table("p50_us", ["batch", "prefix_len"], "implementation")
+    gains = (times["paged_decode"] / times[OURS]).dropna().unstack()
+    assert [list(line.get_ydata()) for line in curves] == gains.to_numpy().tolist()
+    assert gains.shape == (3, 2)
 
 
-def test_a_table_without_times_has_no_figures(timed_rows):
-    rows = timed_rows(cells_of("decode", batch=(1,))).assign(p50_us=float("nan"))
-    assert kernel_latency.EXPERIMENT.plot(rows, Path()) == []
+def test_a_table_without_times_has_no_figures(rows):
+    assert kernel_latency.EXPERIMENT.plot(rows.assign(p50_us=float("nan")), Path()) == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's tiles")
