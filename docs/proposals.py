@@ -10,6 +10,7 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.eviction import LAST, by_policy
+from experiments.eviction_serving import over_lru
 
 PAGE = Path(__file__).with_suffix(".md")
 _RESULTS = PAGE.parents[1] / "results"
@@ -64,15 +65,13 @@ def page() -> str:
 
 def _queue() -> str:
     rows, commit = _results("eviction_serving")
+    rows = rows.assign(over_lru=over_lru(rows))
     rows = rows[rows["policy"].isin(["lru", "queue_informed"])]
     slices = rows["slice"].groupby(rows["trace"]).nunique().max()
     text = _TEXTS["queue"].format(slices=slices, commit=commit)
     for at, cells in rows.groupby(["trace", "loop", "load", "pool_gib"], sort=False):
-        lru, queue = (
-            cells[cells["policy"] == policy].set_index("slice")
-            for policy in ("lru", "queue_informed")
-        )
-        over, waiting = queue["ttft_mean_s"] / lru["ttft_mean_s"], lru["mean_waiting"]
+        lru, queue = (cells[cells["policy"] == name] for name in ("lru", "queue_informed"))
+        over, waiting = queue["over_lru"], lru["mean_waiting"]
         text += _row(
             [*at[:2], *(f"{number:g}" for number in at[2:])]
             + [f"{waiting.mean():.1f} ({waiting.min():.1f} to {waiting.max():.1f})"]

@@ -15,15 +15,7 @@ from typing import Annotated, Any
 
 import cache
 from experiments import style
-from experiments.harness import (
-    Axis,
-    Count,
-    Experiment,
-    Needs,
-    Percent,
-    Repeated,
-    grid,
-)
+from experiments.harness import Axis, Count, Experiment, Needs, Percent, Repeated, grid
 from experiments.load import workloads
 from experiments.load.own_class import OwnClass, spec_of
 from experiments.load.own_class import named as named_policy

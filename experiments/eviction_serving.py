@@ -144,10 +144,8 @@ def row_of(
     return row
 
 
-@functools.cache
-def make_clock(**options: Any) -> GpuClock:
-    """The clock of this model and GPU.  ``options``: options of ``GpuClock``."""
-    return GpuClock(_MODEL, _GPU, **options)
+make_clock = functools.cache(functools.partial(GpuClock, _MODEL, _GPU))
+"""Function of options of ``GpuClock``: the clock of this model and GPU."""
 
 
 @functools.lru_cache(maxsize=1)

@@ -11,11 +11,20 @@ from experiments import style
 
 _SPREAD = {"_p20": 0.2, "_p50": 0.5, "_p80": 0.8}
 _OF_TIMES = {"_mean_s": None, "_p50_s": 0.5, "_p90_s": 0.9, "_p99_s": 0.99}
+_OF_WORK = {"": 0.5, "_p20": 0.2, "_p80": 0.8, "_mean": None}
 
 
 def of_times(name: str, seconds: Iterable[float | None]) -> dict[str, float | None]:
     """Columns ``<name>_mean_s``, ``<name>_p50_s``, ``<name>_p90_s`` and ``<name>_p99_s``."""
     return columns(name, seconds, _OF_TIMES)
+
+
+def of_work(per: str, seconds: Iterable[float]) -> dict[str, Any]:
+    """Median, p20, p80 and mean of timings as columns of a row, in microseconds.
+
+    per: the unit of work of each timing: block, step or reference.
+    """
+    return {"per": per, **columns("us", [1e6 * s for s in seconds], _OF_WORK)}
 
 
 def columns(
@@ -59,11 +68,3 @@ def over_slices(rows: style.DataFrame, by: list[str], values: list[str]) -> styl
     table = groups[values].agg(["mean", "min", "max"])
     table.columns = ["_".join(column) for column in table]
     return table.assign(slices=groups.size()).reset_index()
-
-
-def band(axis: style.Axes, rows: style.DataFrame, x: str, **look: Any) -> None:
-    """Draw the column ``p50_us`` against ``x``, and a band from ``p20_us`` to ``p80_us``."""
-    style.curve(axis, rows, x, "p50_us", **look)
-    rows = rows.sort_values(x)
-    spread = {"color": look["color"], "alpha": 0.2, "linewidth": 0}
-    axis.fill_between(rows[x], rows["p20_us"], rows["p80_us"], **spread)

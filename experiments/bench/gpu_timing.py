@@ -92,11 +92,6 @@ def _l2_bytes() -> int:
     return torch.cuda.get_device_properties().L2_cache_size
 
 
-def bandwidth(ceiling: Ceiling = "device") -> float:
-    """Peak rate of the device's memory, or of the link to the host, in bytes per second."""
-    return max(device_bandwidths().values()) if ceiling == "device" else _link_bandwidth(ceiling)
-
-
 @functools.lru_cache(maxsize=1)
 def device_bandwidths() -> dict[str, float]:
     """Bytes read and written per second by a sum, a copy and an addition in place.
@@ -139,8 +134,9 @@ def timed_columns(
 ) -> dict[str, Any]:
     """Columns: ``times`` of a call, and its rates.  The rates are None if there are no times.
 
-    num_bytes, flops: the minimum that the call must move and compute. The peaks are ``bandwidth``
-    and ``matmul_rate``, measured in this process. The fractions are shares of these peaks.
+    num_bytes, flops: the minimum that the call must move and compute. The peaks, measured in this
+    process, are ``matmul_rate`` and the rate of the device's memory, or of the link to the host
+    (``ceiling``), in bytes per second. The fractions are shares of these peaks.
     ``above_peak`` explains a fraction above 1.  Raises ImpossibleTime if there is no explanation.
     """
     columns: dict[str, Any] = {"launch": launch, "l2": "cold", "bytes": num_bytes, "flops": flops}
@@ -149,8 +145,9 @@ def timed_columns(
     columns |= dict.fromkeys((*names, "bandwidth_fraction", "matmul_fraction", "above_peak"))
     if times.p50_us is None:
         return columns
-    peak, rate = bandwidth(ceiling), matmul_rate()
-    seconds = times.p50_us * 1e-6
+    on_device = ceiling == "device"
+    peak = max(device_bandwidths().values()) if on_device else _link_bandwidth(ceiling)
+    rate, seconds = matmul_rate(), times.p50_us * 1e-6
     share = max(num_bytes / seconds / peak, flops / seconds / rate)
     if num_bytes / seconds > peak and num_bytes <= _l2_bytes():
         columns["above_peak"] = "its bytes fit L2, so what it writes need not reach memory in time"

@@ -180,23 +180,19 @@ def refusal(shape: Shape, implementation: str) -> str | None:
     return BASELINES[implementation].unavailable(q, k_cache)
 
 
-_kept: dict[Shape, Problem] = {}
-
-
+@functools.lru_cache(maxsize=1)
 def problem_of(shape: Shape) -> Problem:
     """The problem at ``shape``, cached.
 
     The cached problem of another shape is freed first: one problem may fill the card.
     """
-    if shape not in _kept:
-        release()
-        _kept[shape] = _problem(shape, case_of(shape, use_device()))
-    return _kept[shape]
+    release()
+    return _problem(shape, case_of(shape, use_device()))
 
 
 def release() -> None:
     """Free the device memory of the cached problem."""
-    _kept.clear()
+    problem_of.cache_clear()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
@@ -209,11 +205,19 @@ def run(cell: Timed) -> dict[str, Any]:
     """
     try:
         problem, accuracy = _judged(cell)
-        times = gpu_timing.Times()
+        times, launch = gpu_timing.Times(), _launch(cell)
         if torch.cuda.is_available():
-            call, launch = problem.implementations[cell.implementation], _launch(cell)
+            call = problem.implementations[cell.implementation]
             times = gpu_timing.time_call(call, launch=launch, budget_ms=cell.budget_ms)
-        return _row(cell, problem, accuracy, times)
+        columns = gpu_timing.timed_columns(
+            times,
+            num_bytes=problem.case.num_bytes,
+            flops=problem.case.flops,
+            ceiling=_CEILINGS.get(cell.shape.op, "device"),
+            launch=launch,
+        )
+        about = {**cell.shape.columns(), "implementation": cell.implementation}
+        return {**about, **accuracy_columns(accuracy), **columns}
     except torch.OutOfMemoryError as error:
         release()
         raise Unavailable(str(error).split(". ")[0]) from error
@@ -222,20 +226,6 @@ def run(cell: Timed) -> dict[str, Any]:
             raise
         text = str(error).strip().partition("\n")[0]
         raise Unavailable(f"{cell.implementation}: {type(error).__name__}: {text}") from error
-
-
-def _row(
-    cell: Timed, problem: Problem, accuracy: Accuracy, times: gpu_timing.Times
-) -> dict[str, Any]:
-    columns = gpu_timing.timed_columns(
-        times,
-        num_bytes=problem.case.num_bytes,
-        flops=problem.case.flops,
-        ceiling=_CEILINGS.get(cell.shape.op, "device"),
-        launch=_launch(cell),
-    )
-    about = {**cell.shape.columns(), "implementation": cell.implementation}
-    return {**about, **accuracy_columns(accuracy), **columns}
 
 
 def _launch(cell: Timed) -> gpu_timing.Launch:

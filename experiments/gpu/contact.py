@@ -27,7 +27,6 @@ import platform
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -39,7 +38,7 @@ from typing import Any
 from experiments.bench.shapes import OURS
 from experiments.harness import Absent, run_sweep
 from experiments.harness.environment import REPOSITORY, version_of
-from experiments.harness.workers import run_here, run_locally
+from experiments.harness.workers import end_with_parent, run_here, run_locally
 from experiments.registry import EXPERIMENTS
 
 _FORK = multiprocessing.get_context("fork")
@@ -254,18 +253,17 @@ def _capability() -> tuple[int, int] | None:
 
 
 def _in_child(name: str, out: Path, log: Log) -> None:
-    """Run a stage as the leader of a process group.  The group ends with its parent."""
-    os.setsid()
+    """Run a stage as the leader of a process group."""
+    _lead_group()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     with contextlib.suppress(KeyboardInterrupt):
         sys.exit(0 if run_stage(name, out, log) else _WENT_WRONG)
 
 
-def _end_with_parent() -> None:
-    if parent := multiprocessing.parent_process():
-        parent.join()
-    os.killpg(0, signal.SIGKILL)
+def _lead_group() -> None:
+    """Make this process the leader of a process group.  The group ends with its parent."""
+    os.setsid()
+    end_with_parent(partial(os.killpg, 0, signal.SIGKILL))
 
 
 def _end(process: Any, signals: dict[signal.Signals, float]) -> None:
@@ -278,9 +276,8 @@ def _end(process: Any, signals: dict[signal.Signals, float]) -> None:
 
 def _compile_ahead(stages: list[str], arch: str, log: Log) -> None:
     """Compile the kernels of the sweeps of ``stages``, in their order."""
-    os.setsid()
+    _lead_group()
     os.nice(5)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     began, cells = time.time(), list[Any]()
     for step in (step for name in stages for step in STAGES[name][1]):
         if isinstance(step, Sweep) and step.jobs in (None, 1):

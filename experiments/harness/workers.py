@@ -162,15 +162,19 @@ def _next_group(
 def set_up(threads: int) -> None:
     """Prepare a worker process, which ends with its parent."""
     gc.set_threshold(50_000, 20, 100)  # imported packages make a million objects that stay
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent(partial(os._exit, 1))
     # PyTorch uses the largest of these variables, so the user's value must apply to all of them.
     limit = os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     for variable in ("MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
         os.environ.setdefault(variable, limit)
 
 
-def _end_with_parent() -> None:
-    """Exit when the parent process ends, so that a killed sweep leaves no worker running."""
-    if parent := multiprocessing.parent_process():
-        parent.join()
-        os._exit(1)
+def end_with_parent(end: Callable[[], object]) -> None:
+    """Call ``end`` when the parent process ends: a killed sweep leaves no worker running."""
+
+    def wait_and_end() -> None:
+        if parent := multiprocessing.parent_process():
+            parent.join()
+            end()
+
+    threading.Thread(target=wait_and_end, daemon=True).start()

@@ -28,11 +28,10 @@ import cache
 from cache.managers import manager_class
 from cache.serving.open_loop import engine_without_model
 from cache.serving.sampling_params import SamplingParams
-from experiments import style
+from experiments import quantiles, style
 from experiments.harness import Absent, Axis, Count, Lengths, Options, grid
 from experiments.load.engine_models import Manager
 from experiments.load.own_class import named, spec_of
-from experiments.overhead import timing
 from experiments.overhead.baselines import VLLMScheduler
 
 _BLOCK_SIZE = 16
@@ -153,7 +152,7 @@ def run_cell(cell: Engine) -> list[dict[str, Any]]:
             "most_tokens": longest,
             "steps": cell.num_steps,
             "phase": phase,
-            **timing.columns("step", [seconds[phase] for seconds in steps]),
+            **quantiles.of_work("step", [seconds[phase] for seconds in steps]),
         }
         for phase in steps[0]
     ]

@@ -21,6 +21,7 @@ policies of different cost.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import itertools
 import time
@@ -32,9 +33,8 @@ from typing import Annotated, Any
 import numpy as np
 
 import cache
-from experiments import style
+from experiments import quantiles, style
 from experiments.harness import Absent, Axis, Needs, Options, Unavailable, grid
-from experiments.overhead import timing
 from experiments.overhead.baselines import HASH_ALGORITHMS, VLLMManager
 
 _BLOCK_SIZE = 16
@@ -151,7 +151,7 @@ def run_cell(cell: ManagersCell) -> list[dict[str, Any]]:
     prompts = _prompts(np.random.default_rng(cell.seed), cell.pool_blocks)
     new_blocks = (_PROMPT_TOKENS - _PREFIX_TOKENS) // _BLOCK_SIZE
     num_filling = -(-2 * cell.pool_blocks // (new_blocks * _REQUESTS_A_TURN)) * _REQUESTS_A_TURN
-    with timing.without_collection():
+    with _without_collection():
         for start in range(0, num_filling + cell.pool_requests, _REQUESTS_A_TURN):
             token_ids = list(itertools.islice(prompts, _REQUESTS_A_TURN))
             first = start // _REQUESTS_A_TURN % len(turns)
@@ -170,11 +170,22 @@ def run_cell(cell: ManagersCell) -> list[dict[str, Any]]:
             "pool_blocks": cell.pool_blocks,
             "requests": cell.pool_requests,
             "phase": phase,
-            **timing.columns("block", seconds),
+            **quantiles.of_work("block", seconds),
         }
         for implementation, of_it in turns
         for phase, seconds in of_it.items()
     ]
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Disable Python's garbage collector.  Its pauses would slow a random implementation."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _timed(implementation: _Ours | VLLMManager, number: int, prompt: list[int]) -> dict[str, float]:

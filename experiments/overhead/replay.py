@@ -27,11 +27,10 @@ from typing import Annotated, Any
 import numpy as np
 
 import cache
-from experiments import style
+from experiments import quantiles, style
 from experiments.harness import Absent, Axis, Count, Percent, grid, one_of
 from experiments.load import workloads
 from experiments.load.workloads import OnTraces
-from experiments.overhead import timing
 
 _LIBCACHESIM = {
     "lru": "LRU", "fifo": "FIFO", "lfu": "LFU", "slru": "SLRU", "lru_k": "LRUK", "two_q": "TwoQ",
@@ -98,7 +97,7 @@ def run_cell(cell: ReplayCell) -> list[dict[str, Any]]:
             "policy": cell.policy,
             "implementation": name,
             "block_hit_rate": hit_rates[name],
-            **timing.columns("reference", spent),
+            **quantiles.of_work("reference", spent),
         }
         for name, spent in seconds.items()
     ]

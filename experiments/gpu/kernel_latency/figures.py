@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from experiments import quantiles, style
+from experiments import style
 from experiments.bench.shapes import OURS
 from experiments.gpu.kernel_latency import tiles
 
 TOKENS = ("norm", "gate", "store")
 """Parts whose ``batch`` is a number of tokens."""
-PLAIN = "paged_decode"
 _LOOKS = {
     "flash_attn_2": style.line(style.RED, "s"),
     "flash_attn_3": style.line(style.ORANGE, "^"),
@@ -55,8 +54,10 @@ def _draw_decode(rows: style.DataFrame) -> style.Figure:
     figure, axes, _ = style.panel_grid(len(contexts), height=1.9, sharex=True)
     for axis, context_len in zip(axes, contexts, strict=True):
         of_context = rows[rows["context_len"] == context_len]
-        for look, line in lines(of_context):
-            quantiles.band(axis, line, "batch", **look)
+        for look, line in lines(of_context.sort_values("batch")):
+            axis.plot(line["batch"], line["p50_us"], **look)
+            spread = {"color": look["color"], "alpha": 0.2, "linewidth": 0}
+            axis.fill_between(line["batch"], line["p20_us"], line["p80_us"], **spread)
         # The bound of the wider dtype if two are drawn; fp8 may lie below this bound.
         best = of_context.sort_values(["batch", "bytes"]).drop_duplicates("batch", keep="last")
         fastest = best["bytes"] / best["peak_gb_per_s"] / 1e3
@@ -122,12 +123,12 @@ def _draw_cascade(rows: style.DataFrame) -> style.Figure:
     """Speed of shared-prefix decode, divided by the speed of plain decode."""
     figure, (axis,), _ = style.panel_grid(1, height=2.2, width=4)
     times = rows.pivot_table("p50_us", ["batch", "prefix_len"], "implementation")
-    times = times.reindex(columns=[OURS, PLAIN])
+    times = times.reindex(columns=[OURS, "paged_decode"])
     looks = style.lines_of(times.index.unique("batch"))
     for batch, of_batch in times.groupby(level="batch"):
         of_batch = of_batch.droplevel("batch")
         look = looks[batch] | {"linestyle": "solid", "label": f"batch {batch}"}
-        axis.plot(of_batch[PLAIN] / of_batch[OURS], **look)
+        axis.plot(of_batch["paged_decode"] / of_batch[OURS], **look)
     axis.axhline(1, color="black", lw=0.8)
     axis.set(xlabel="shared prefix (tokens)", ylabel="plain / shared prefix (times)", yscale="log")
     style.log_x(axis, base=2)
