@@ -70,16 +70,6 @@ def run_cell(cell: Eviction) -> list[dict[str, Any]]:
     """
     trace = workloads.load(cell.trace)
     capacity = max(1, int(trace.num_unique_blocks * cell.capacity_percent / 100))
-    row = {
-        "trace": trace.name,
-        "block_size": trace.block_size,
-        "requests": trace.num_requests,
-        "block_references": trace.num_block_references,
-        "unique_blocks": trace.num_unique_blocks,
-        "policy": str(cell.policy),
-        "capacity_fraction": cell.capacity_percent / 100,
-        "capacity_blocks": capacity,
-    }
     result = cache.simulate(trace, policy=policy_spec(cell.policy), capacity_blocks=capacity)
     assert result.block_hit_rate <= trace.infinite_cache_hit_rate, "more than can hit"
     cut = trace.num_requests * 2 // 3
@@ -87,11 +77,17 @@ def run_cell(cell: Eviction) -> list[dict[str, Any]]:
     hits_before = int(result.hits[:cut].sum())
     return [
         {
-            **row,
+            "trace": trace.name,
+            "block_size": trace.block_size,
+            "requests": trace.num_requests,
+            "block_references": trace.num_block_references,
+            "unique_blocks": trace.num_unique_blocks,
+            "policy": str(cell.policy),
+            "capacity_fraction": cell.capacity_percent / 100,
+            "capacity_blocks": capacity,
             "block_hit_rate": result.block_hit_rate,
-            "first_hit_rate": hits_before / max(before, 1),
-            "last_hit_rate": (result.hit_blocks - hits_before)
-            / max(trace.num_block_references - before, 1),
+            FIRST: hits_before / max(before, 1),
+            LAST: (result.hit_blocks - hits_before) / max(trace.num_block_references - before, 1),
             "token_hit_rate": result.token_hit_rate,
             "evictions": result.evictions,
             "compiled": result.compiled,

@@ -71,9 +71,13 @@ class _Functions(TorchFunctionMode):
             to_gpu = _is_cuda(kwargs["device"])
             kwargs |= {"device": "cpu"} if to_gpu else {}
         if func is _T.copy_:
-            _check_copy(*args, **kwargs)
+            target, source, *_ = args
+            asynchronous = kwargs.get("non_blocking") and any(t.is_pinned() for t in tensors)
+            if _on_gpu(target) != _on_gpu(source) and not asynchronous:
+                _gpu.wait()
         elif func in _SUBSCRIPTS:
-            if on_gpu and any(t.dtype == torch.bool for t in tree_leaves(args[1]) if _is_tensor(t)):
+            index = [t for t in tree_leaves(args[1]) if isinstance(t, torch.Tensor)]
+            if on_gpu and any(t.dtype == torch.bool for t in index):
                 _gpu.wait()
         elif on_gpu and any(t.dim() and t.numel() and not _on_gpu(t) for t in tensors):
             raise RuntimeError(f"Expected all tensors on one device: {func} got two")
@@ -97,18 +101,8 @@ class _Functions(TorchFunctionMode):
         return _gpu.run(_T.to, (x, *others), kwargs | {"copy": True}, kind)
 
 
-def _check_copy(target, source, non_blocking=False) -> None:
-    pinned = target.is_pinned() or source.is_pinned()
-    if _on_gpu(target) != _on_gpu(source) and not (non_blocking and pinned):
-        _gpu.wait()
-
-
 def _on_gpu(*tensors: object) -> bool:
     return any(isinstance(tensor, CudaTensor) for tensor in tensors)
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def _is_cuda(device: object) -> bool:
@@ -207,7 +201,7 @@ class FakeGpu:
     def launch(self, grid_launch: Callable, executor, args: tuple, kwargs: dict) -> None:
         """A kernel on a grid."""
         for value in (*args, *kwargs.values()):
-            if _is_tensor(value) and not _on_gpu(value) and not value.is_pinned():
+            if isinstance(value, torch.Tensor) and not _on_gpu(value) and not value.is_pinned():
                 raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
 
         def launch() -> None:
@@ -252,7 +246,7 @@ def _repeat(func, args: tuple, kwargs: dict[str, Any], made: Any) -> None:
     with torch._C.DisableTorchFunction():
         again = func(*args, **kwargs)
         for old, new in zip(tree_leaves(made), tree_leaves(again), strict=True):
-            if _is_tensor(old) and old.data_ptr() != new.data_ptr():
+            if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
                 old.copy_(new)
 
 

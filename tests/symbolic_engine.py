@@ -87,37 +87,31 @@ class SymbolicRunner:
         assert not (step.preempted and step.admitted)
         for seq in (*step.sequences, *step.preempted):
             assert_hashes_are_of_known_tokens(seq)
-        for seq, count in zip(step.sequences, step.counts, strict=True):
-            tokens = known_tokens(seq, step)
-            digests = self.digests(tokens, **keys_of(seq))
-            assert 0 < count <= seq.num_computed_tokens <= len(digests)
-            for group, table in enumerate(manager.block_tables(seq)):
-                first = seq.num_computed_tokens - count
-                if manager.groups[group].kind == "state":  # read it, then replace it
-                    block, offset = divmod(first - 1, self.block_size)
-                    state = self.blocks[table[block]][offset]
-                    assert not first or state == digests[first - 1] + group
-                    first = seq.num_computed_tokens - 1
-                    self.blocks[table[first // self.block_size]] = [None] * self.block_size
-                for position in range(first, seq.num_computed_tokens):
-                    block, offset = divmod(position, self.block_size)
-                    self.blocks[table[block]][offset] = digests[position] + group
-        logits = []
-        windows = [group.window for group in manager.groups]
+        logits, reads = [], []
         for seq, count in zip(step.sequences, step.counts, strict=True):
             tokens = known_tokens(seq, step)[: seq.num_computed_tokens]
             digests = self.digests(tokens, **keys_of(seq))
-            for group, table in enumerate(manager.block_tables(seq)):
-                slots = [slot for block in table for slot in self.blocks[block]]
-                window = windows[group]
-                first = 0 if window is None else max(0, len(digests) - count - window + 1)
-                if manager.groups[group].kind == "state":
-                    first = len(digests) - 1
-                own = [digest + group for digest in digests[first:]]
-                read = slots[first : len(digests)]
-                assert read == own, f"{seq!r} reads K/V that are not its own"
+            assert 0 < count <= seq.num_computed_tokens == len(digests)
+            tables = zip(manager.groups, manager.block_tables(seq), strict=True)
+            for number, (group, table) in enumerate(tables):
+                own = [digest + number for digest in digests]
+                new = len(own) - count
+                first = 0 if group.window is None else max(0, new - group.window + 1)
+                if group.kind == "state":  # read it, then replace it
+                    block, offset = divmod(new - 1, self.block_size)
+                    assert not new or self.blocks[table[block]][offset] == own[new - 1]
+                    first = new = len(own) - 1
+                    self.blocks[table[new // self.block_size]] = [None] * self.block_size
+                for position in range(new, len(own)):
+                    block, offset = divmod(position, self.block_size)
+                    self.blocks[table[block]][offset] = own[position]
+                reads.append((seq, table, first, own))
             if len(digests) == seq.num_tokens:
                 logits.append(self.logits(digests[-1]))
+        for seq, table, first, own in reads:  # after the writes of all sequences
+            slots = [slot for block in table for slot in self.blocks[block]]
+            read = slots[first : len(own)]
+            assert read == own[first:], f"{seq!r} reads K/V that are not its own"
         return logits
 
     @staticmethod

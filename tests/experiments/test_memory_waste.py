@@ -31,10 +31,6 @@ def manager_of(system: str, num_slots: int, block_size: int = 1):
     )
 
 
-def shares(result: dict) -> dict:
-    return {kind: result[f"{kind}_fraction"] for kind in KINDS}
-
-
 @pytest.mark.parametrize(
     ("system", "requests", "slots", "steps"),
     [
@@ -54,7 +50,7 @@ def test_memory_by_hand(system, requests, slots, steps):
     manager = manager_of(system, 8)
     result = serve(trace_of(*requests), manager, [0.0] * len(requests))
     assert tuple(result.values())[:4] == steps
-    assert [8 * share for share in shares(result).values()] == pytest.approx(slots)
+    assert [8 * result[f"{kind}_fraction"] for kind in KINDS] == pytest.approx(slots)
     assert manager.num_free_blocks == 8
 
 
