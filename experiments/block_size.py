@@ -38,7 +38,7 @@ from experiments.harness import (
 )
 from experiments.harness.environment import cuda_available
 from experiments.load import workloads
-from experiments.load.workloads import LONGEST, MAX_OUTPUT_TOKENS, OnTraces, Source
+from experiments.load.workloads import LONGEST, MAX_OUTPUT_TOKENS, OnTraces
 
 Part = Literal["hit_rate", "waste", "serving", "latency"]
 _RATES = {"sharegpt": 1.75, "alpaca": 40.0}
@@ -96,22 +96,14 @@ def cells(options: BlockSize) -> Iterator[LatencyCell | OfTrace | Served | Absen
         served = [size for size in options.block_size if size <= LONGEST]
         yield from grid(options, Served, load=_RATES, block_size=served)
     if set(options.part) & {"hit_rate", "waste"}:
+        caches = (*options.capacity_percent, float("inf"))
         for source in options.sources(options.num_requests, lengths_suffice=True):
-            yield from _trace_cells(options, source)
-
-
-def _trace_cells(options: BlockSize, source: Source) -> Iterator[OfTrace]:
-    trace = workloads.load(source)
-    own = trace.block_size if trace.has_blocks else None
-    multiples = [size for size in options.block_size if own and size % own == 0]
-    caches = (*options.capacity_percent, float("inf"))
-    parts: dict[Part, dict[str, Any]] = {
-        "waste": {"capacity_percent": [0.0]},
-        "hit_rate": {"block_size": multiples, "capacity_percent": caches},
-    }
-    for part, values in parts.items():
-        if part in options.part:
-            yield from grid(options, OfTrace, trace=[source], part=part, **values)
+            trace, cell = workloads.load(source), {"trace": [source]}
+            if "waste" in options.part:
+                yield from grid(options, OfTrace, **cell, part="waste", capacity_percent=[0.0])
+            if "hit_rate" in options.part and (own := trace.has_blocks and trace.block_size):
+                cell |= {"block_size": [size for size in options.block_size if size % own == 0]}
+                yield from grid(options, OfTrace, **cell, part="hit_rate", capacity_percent=caches)
 
 
 def run_cell(cell: OfTrace | Served | LatencyCell) -> list[dict[str, Any]]:

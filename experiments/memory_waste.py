@@ -23,6 +23,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -78,15 +79,7 @@ def run_cell(cell: SystemCell) -> list[dict[str, Any]]:
     max_model_len = 1 << (_longest(trace) - 1).bit_length()
     num_slots = cell.sequences_in_cache * max_model_len
     sizes = {"num_blocks": num_slots // cell.block_size, "block_size": cell.block_size}
-    manager = make_manager("paged", **sizes)
-    if cell.system in _RESERVATIONS:
-        manager = make_manager(
-            "contiguous",
-            **sizes,
-            reservation=cell.system,
-            max_model_len=max_model_len,
-            final_length=lambda seq: seq.num_prompt_tokens + seq.request.max_tokens,
-        )
+    manager = manager_of(cell.system, max_model_len, **sizes)
     served = serve(trace, manager, arrival_steps(trace, cell.load * num_slots))
     return [
         {
@@ -99,6 +92,14 @@ def run_cell(cell: SystemCell) -> list[dict[str, Any]]:
             **served,
         }
     ]
+
+
+def manager_of(system: str, max_model_len: int, **sizes: Any) -> CacheManager:
+    """A manager that pages, or that makes the reservation ``system``."""
+    if system not in _RESERVATIONS:
+        return make_manager("paged", **sizes)
+    sizes |= {"max_model_len": max_model_len, "final_length": attrgetter("max_num_tokens")}
+    return make_manager("contiguous", reservation=system, **sizes)
 
 
 def sample(source: Source, num_requests: int) -> tuple[Trace, int]:

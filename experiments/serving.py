@@ -32,6 +32,7 @@ import textwrap
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Annotated, Any
 
 import numpy as np
@@ -235,7 +236,7 @@ def serve(
     name, own = _MANAGERS[system]
     if manager_class(name).reserves:
         sizes["max_model_len"] = _MAX_MODEL_LEN
-        sizes["final_length"] = lambda seq: seq.num_prompt_tokens + seq.request.max_tokens
+        sizes["final_length"] = attrgetter("max_num_tokens")
     engine = open_loop.engine_without_model(
         make_manager(name, **sizes, **own),
         max_num_seqs=clock.max_num_seqs,

@@ -4,11 +4,11 @@ from itertools import pairwise
 import pandas as pd
 import pytest
 
-from cache import Trace, make_manager
+from cache import Trace
 from experiments import memory_waste
 from experiments.harness import InputFile, Unavailable
 from experiments.load.workloads import TraceFile
-from experiments.memory_waste import arrival_steps, serve
+from experiments.memory_waste import arrival_steps, manager_of, serve
 
 KINDS = ["used", "reserved", "internal", "external", "free"]
 
@@ -16,19 +16,6 @@ KINDS = ["used", "reserved", "internal", "external", "free"]
 def trace_of(*requests: tuple[int, int], gap_ms: float = 0) -> Trace:
     rows = ((1000 + gap_ms * i, *lengths, []) for i, lengths in enumerate(requests))
     return Trace.from_requests(rows, name="tiny")
-
-
-def manager_of(system: str, num_slots: int, block_size: int = 1):
-    if system == "paged":
-        return make_manager("paged", num_blocks=num_slots // block_size, block_size=block_size)
-    return make_manager(
-        "contiguous",
-        num_blocks=num_slots,
-        block_size=1,
-        reservation=system,
-        max_model_len=8,
-        final_length=lambda seq: seq.num_prompt_tokens + seq.request.max_tokens,
-    )
 
 
 @pytest.mark.parametrize(
@@ -47,7 +34,7 @@ def manager_of(system: str, num_slots: int, block_size: int = 1):
 )
 def test_memory_by_hand(system, requests, slots, steps):
     """Mean slots by kind of 8 while a request waits; steps, measured ones, running, preempted."""
-    manager = manager_of(system, 8)
+    manager = manager_of(system, max_model_len=8, num_blocks=8, block_size=1)
     result = serve(trace_of(*requests), manager, [0.0] * len(requests))
     assert tuple(result.values())[:4] == steps
     assert [8 * result[f"{kind}_fraction"] for kind in KINDS] == pytest.approx(slots)
@@ -64,8 +51,9 @@ def test_memory_of_a_token_without_waste_and_in_half_used_memory():
 
 
 def test_without_a_queue_there_is_nothing_to_measure():
+    manager = manager_of("paged", max_model_len=8, num_blocks=16, block_size=1)
     with pytest.raises(Unavailable, match="higher load"):
-        serve(trace_of((1, 1), (1, 1)), manager_of("paged", 16), [0.0, 5.0])
+        serve(trace_of((1, 1), (1, 1)), manager, [0.0, 5.0])
 
 
 def test_arrivals_fill_the_wanted_memory():

@@ -51,12 +51,13 @@ def run(cell: LatencyCell) -> dict[str, Any]:
     from kernels.tiles import force_target, target_of
 
     target = target_of(device)
-    table = table_tile(cell.shape, target)
+    tile = table = table_tile(cell.shape, target)
     if any(cell.tile):
-        target = with_tile(cell.shape, cell.tile, target)
-        if table_tile(cell.shape, target) == table:
+        changes: Any = {name: n for name, n in zip(TILE, cell.tile, strict=True) if n}
+        tile = dataclasses.replace(table, **changes)
+        if tile == table:
             raise Unavailable("the table's own choice, which has a cell of its own")
-    tile = table_tile(cell.shape, target)
+        target = dataclasses.replace(target, tiles=((TABLES[cell.shape.op], tile),))
     try:
         with force_target(target):
             row = timed_ops.run(cell)
@@ -79,16 +80,6 @@ def table_tile(shape: Shape, target: Target) -> AttentionTile:
         group_size = shape.num_q_heads // shape.num_kv_heads
         return tiles.decode_tile(group_size, head_dim, dtype, target, itemsize)
     return getattr(tiles, TABLES[shape.op])(head_dim, dtype, target, itemsize)
-
-
-def with_tile(shape: Shape, tile: tuple[int, ...], target: Target) -> Target:
-    """``target``, with these values of ``TILE`` for the op of ``shape``.
-
-    A 0 means the table's value.
-    """
-    changes: dict[str, Any] = {name: n for name, n in zip(TILE, tile, strict=True) if n}
-    changed = dataclasses.replace(table_tile(shape, target), **changes)
-    return dataclasses.replace(target, tiles=((TABLES[shape.op], changed),))
 
 
 def ranking(rows: style.DataFrame) -> style.DataFrame | None:
