@@ -16,7 +16,6 @@ from experiments.harness.environment import committed
 from experiments.harness.grid import check
 from experiments.load import workloads
 
-_KNOW_THE_FUTURE = ["belady", "infinite", "reuse_oracle"]
 _MAX_IN_PYTHON = 1_000_000
 """A policy that runs in Python (about 5 us per block reference) skips traces longer than this."""
 
@@ -93,8 +92,9 @@ def _verdict(tried: pd.DataFrame, known: pd.DataFrame) -> str:
     """A line about a trace: the policy's mean hit rate, share of the gap that it closes, rank."""
     rows = eviction.in_common_pools(pd.concat([known, tried]))
     means = rows.groupby("policy")["block_hit_rate"].mean()
-    mine, lru, optimum = means[[tried["policy"].iloc[0], "lru", "belady"]]
-    online = means.drop([*_KNOW_THE_FUTURE, tried["policy"].iloc[0]], errors="ignore")
+    policy = tried["policy"].iloc[0]
+    mine, lru, optimum = means[[policy, "lru", "belady"]]
+    online = means[[eviction.is_online(name) and name != policy for name in means.index]]
     pools = ", ".join(f"{100 * pool:g}" for pool in sorted(rows["capacity_fraction"].unique()))
     closed = (mine - lru) / (optimum - lru) if optimum > lru else 0
     share = f"{abs(closed):.0%} of the gap"

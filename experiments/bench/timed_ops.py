@@ -203,29 +203,38 @@ def run(cell: Timed) -> dict[str, Any]:
     Raises Unavailable if the implementation cannot run here or is a baseline that raises, and
     WrongResult and ImpossibleTime for implementations that are not baselines.
     """
+    shape, name = cell.shape, cell.implementation
     try:
-        problem, accuracy = _judged(cell)
+        if reason := refusal(shape, name):
+            raise Unavailable(f"{name}: {reason}")
+        problem = problem_of(shape)
+        accuracy = problem.judged(name)
+        if not accuracy.passed:
+            raise WrongResult(
+                f"{name} is wrong: error {accuracy.error:.3g}, bound {accuracy.bound:.3g}; "
+                "no time is reported"
+            )
         times, launch = gpu_timing.Times(), _launch(cell)
         if torch.cuda.is_available():
-            call = problem.implementations[cell.implementation]
+            call = problem.implementations[name]
             times = gpu_timing.time_call(call, launch=launch, budget_ms=cell.budget_ms)
         columns = gpu_timing.timed_columns(
             times,
             num_bytes=problem.case.num_bytes,
             flops=problem.case.flops,
-            ceiling=_CEILINGS.get(cell.shape.op, "device"),
+            ceiling=_CEILINGS.get(shape.op, "device"),
             launch=launch,
         )
-        about = {**cell.shape.columns(), "implementation": cell.implementation}
+        about = {**shape.columns(), "implementation": name}
         return {**about, **accuracy_columns(accuracy), **columns}
     except torch.OutOfMemoryError as error:
         release()
         raise Unavailable(str(error).split(". ")[0]) from error
     except Exception as error:
-        if isinstance(error, Unavailable) or cell.implementation not in BASELINES:
+        if isinstance(error, Unavailable) or name not in BASELINES:
             raise
         text = str(error).strip().partition("\n")[0]
-        raise Unavailable(f"{cell.implementation}: {type(error).__name__}: {text}") from error
+        raise Unavailable(f"{name}: {type(error).__name__}: {text}") from error
 
 
 def _launch(cell: Timed) -> gpu_timing.Launch:
@@ -233,21 +242,3 @@ def _launch(cell: Timed) -> gpu_timing.Launch:
     name, is_prefill = cell.implementation, cell.shape.op == "prefill"
     waits = is_prefill and name in BASELINES and BASELINES[name].prefill_syncs
     return "eager" if waits or name == COPY_ENGINE else "graph"
-
-
-def _judged(cell: Timed) -> tuple[Problem, Accuracy]:
-    """The problem of a cell and the accuracy of its implementation.
-
-    Raises Unavailable if the implementation cannot run here, and WrongResult.
-    """
-    shape, name = cell.shape, cell.implementation
-    if reason := refusal(shape, name):
-        raise Unavailable(f"{name}: {reason}")
-    problem = problem_of(shape)
-    accuracy = problem.judged(name)
-    if not accuracy.passed:
-        raise WrongResult(
-            f"{name} is wrong: error {accuracy.error:.3g}, bound {accuracy.bound:.3g}; "
-            "no time is reported"
-        )
-    return problem, accuracy

@@ -31,26 +31,13 @@ def imported_code() -> Code:
         name = path.removeprefix(f"{REPOSITORY}/")
         if name.startswith(PACKAGES) and name not in _imported:
             is_older = os.stat(path).st_mtime < _STARTED
-            _imported[name] = _now(name) if is_older else None
-    _imported.update((package, _now(package)) for package in _INSTALLED if package in sys.modules)
+            _imported[name] = present(name) if is_older else None
+    _imported.update((name, present(name)) for name in _INSTALLED if name in sys.modules)
     return dict(_imported)
 
 
-class Changes:
-    """Compares the code of earlier results with the present code.  Each file is read once."""
-
-    def __init__(self) -> None:
-        self._now: Code = {}
-
-    def since(self, code: Code) -> list[str]:
-        """The files and packages in ``code`` that have changed since."""
-        for name in code.keys() - self._now:
-            self._now[name] = _now(name)
-        return [name for name, was in code.items() if was is None or self._now[name] != was]
-
-
-def _now(name: str) -> str:
-    """The digest of a file, or the version of a package."""
+def present(name: str) -> str:
+    """The present digest of a file, or version of a package."""
     if name in _INSTALLED:
         return version_of(name) or "not installed"
     try:

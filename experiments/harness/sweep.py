@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import sys
@@ -11,16 +12,14 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from experiments.harness import environment
+from experiments.harness import environment, provenance
 from experiments.harness.experiment import Experiment, cell_id, identity, input_files
 from experiments.harness.grid import Absent, Options
-from experiments.harness.provenance import Changes
 from experiments.harness.ray_cluster import RayCluster
 from experiments.harness.store import Store
 from experiments.harness.workers import Executor, Outcome, Task, run_locally
@@ -115,9 +114,9 @@ def run_sweep(
                 program = Path(sys.argv[0]).name.replace("__main__.py", "pagelab")
                 command = [program, *sys.argv[1:]]
                 described = (cluster or environment).describe(experiment, command)
-                execute = execute or partial(run_locally, jobs=jobs)
+                execute = execute or functools.partial(run_locally, jobs=jobs)
                 if cluster:
-                    execute = partial(cluster.run, experiment)
+                    execute = functools.partial(cluster.run, experiment)
                 sweep.run(tasks, execute, {"device": device, **described, "seed": options.seed})
         finally:
             sweep.assemble()
@@ -168,7 +167,7 @@ class _Sweep:
 
     def _reusable(self) -> dict[str, dict[str, Any]]:
         """The records of cells that an earlier run finished with the same code."""
-        records, changes = {}, Changes()
+        records, present = {}, functools.cache(provenance.present)  # reads each file once
         outdated: Counter[tuple[str, ...]] = Counter()
         for key in self.cells:
             try:
@@ -178,7 +177,8 @@ class _Sweep:
                 continue
             if record is None:
                 continue
-            if changed := tuple(changes.since(record["code"])):
+            code = record["code"].items()
+            if changed := tuple(name for name, was in code if was != present(name)):
                 outdated[changed] += 1
             else:
                 records[key] = record

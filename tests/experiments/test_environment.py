@@ -38,8 +38,6 @@ def test_pytorch_is_asked_for_a_gpu_where_there_is_a_driver(driver, monkeypatch)
 
 
 RESULTS = Path(__file__).parents[2] / "results"
-
-
 PUBLISHED = [*RESULTS.glob("*/*/environment.json"), *RESULTS.glob("unseen/*/*/environment.json")]
 
 

@@ -39,13 +39,9 @@ def lines(rows: style.DataFrame) -> Iterator[tuple[dict[str, Any], style.DataFra
 
 
 def _drawer(draw: Callable[[style.DataFrame], style.Figure], *parts: str) -> Callable:
-    """A function that draws the rows of ``parts``."""
-
-    def draw_parts(rows: style.DataFrame) -> style.Figure | None:
-        rows = rows[rows["part"].isin(parts) & rows["by_table"]]
-        return None if rows.empty else draw(rows)
-
-    return draw_parts
+    """A function that draws the rows of ``parts`` without the tiles that are only tried."""
+    draw_parts = style.of_parts(draw, *parts)
+    return lambda rows: draw_parts(rows[rows["by_table"]])
 
 
 def _draw_decode(rows: style.DataFrame) -> style.Figure:

@@ -4,7 +4,6 @@ On the stand-in of ``tests/fake_cuda.py``; kernels are interpreted, and the time
 """
 
 import functools
-import itertools
 from dataclasses import replace
 
 import pandas as pd
@@ -32,12 +31,10 @@ def small_gpu(fake_gpu, monkeypatch):
     timed_ops.release()
 
 
-def rows_of(experiment, options, implementations=None) -> list[dict]:
-    experiment = experiment.EXPERIMENT
-    cells = experiment.checked_cells(options)
-    if implementations:
-        cells = (cell for cell in cells if cell.implementation in implementations)
-    return list(itertools.chain.from_iterable(map(experiment.run_cell, cells)))
+def rows_of(options, *implementations) -> list[dict]:
+    cells = kernel_latency.EXPERIMENT.checked_cells(options)
+    cells = (cell for cell in cells if cell.implementation in implementations)
+    return [row for cell in cells for row in kernel_latency.run_cell(cell)]
 
 
 def test_every_op_is_checked_captured_and_timed(small_gpu, monkeypatch):
@@ -51,8 +48,7 @@ def test_every_op_is_checked_captured_and_timed(small_gpu, monkeypatch):
     few |= {"store_tokens": (3,), "move_tokens": (8,), "num_layers": 1}
     few |= {"prefix_len": (16,), "suffix_len": 4, "cascade_batch": (2,)}
     options = kernel_latency.KernelLatency(**HEADS, **few, mla_q_heads=4)
-    names = ("pagelab", "paged_decode", "gather_sdpa", "torch")
-    rows = rows_of(kernel_latency, options, names)
+    rows = rows_of(options, "pagelab", "paged_decode", "gather_sdpa", "torch")
     assert small_gpu.replays > 0
     launches = {(row["op"], row["implementation"]): row["launch"] for row in rows}
     eager = {key for key, launch in launches.items() if launch == "eager"}
@@ -70,7 +66,7 @@ def test_tiles_and_splits_that_are_not_the_tables(tmp_path, drawn):
     few = {"batch": (1,), "context_len": (20,), "block_size": (4,), "part": ("decode",)}
     few |= {"tile_n": (16,), "num_warps": (4,), "num_stages": (1,), "num_splits": (2,)}
     options = kernel_latency.KernelLatency(**HEADS, **few)
-    table, forced, split = rows_of(kernel_latency, options, ("pagelab",))
+    table, forced, split = rows_of(options, "pagelab")
     assert [row["by_table"] for row in (table, forced, split)] == [True, False, False]
     # The table's tile is the GPU's, not the interpreter's.
     assert (table["num_stages"], forced["tile_n"], forced["num_stages"]) == (5, 16, 1)
