@@ -137,8 +137,7 @@ def run_cell(cell: OfTrace | Served | LatencyCell) -> list[dict[str, Any]]:
 def _served(cell: Served) -> dict[str, Any]:
     rate = _RATES[cell.load]
     clock = serving.clock_of("opt-13b", _HOST_MS, cell.block_size)
-    seed = cell.seed, cell.draw
-    run = serving.serve_load(cell.load, "paged", clock, rate, seed, cell.traffic)
+    run = serving.serve_load(cell, cell.load, "paged", clock, rate)
     columns = {"part": "serving", **cell.columns("load", "block_size", "draw", "traffic")}
     more = {"request_rate": rate, "host_ms": _HOST_MS}
     return {**columns, **more, **serving.columns_of(run, clock)}

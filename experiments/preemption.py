@@ -97,15 +97,11 @@ def _cost(cell: Cost) -> list[dict[str, Any]]:
 
 
 def _served(cell: Served) -> list[dict[str, Any]]:
-    clock = _clock(cell, cell.host_ms)
+    clock, rate = _clock(cell, cell.host_ms), cell.request_rate
     rows: list[dict[str, Any]] = []
     host_blocks = {"recompute": 0, "swap": serving.num_blocks(clock)}
     for way, number in host_blocks.items():
-        seed = cell.seed, cell.draw
-        run = serving.serve_load(
-            "sharegpt", "paged", clock, cell.request_rate, seed, cell.traffic,
-            num_host_blocks=number,
-        )  # fmt: skip
+        run = serving.serve_load(cell, "sharegpt", "paged", clock, rate, num_host_blocks=number)
         row = {
             "part": "serving",
             "way": way,

@@ -151,7 +151,7 @@ def _sustains(row: dict[str, Any]) -> bool:
 
 def _row(cell: Serving, rate: float) -> dict[str, Any]:
     clock = clock_of(LOADS[cell.load].model, cell.host_ms)
-    run = serve_load(cell.load, cell.system, clock, rate, (cell.seed, cell.draw), cell.traffic)
+    run = serve_load(cell, cell.load, cell.system, clock, rate)
     return {
         **cell.columns("load", "host_ms", "draw", "system", "traffic"),
         **columns_of(run, clock, LOADS[cell.load].sampling[1]),
@@ -195,18 +195,14 @@ def num_blocks(clock: GpuClock) -> int:
 
 
 def serve_load(
-    name: str,
-    system: str,
-    clock: GpuClock,
-    rate: float,
-    seed: tuple[int, ...],
-    traffic: float,
-    **options: Any,
+    cell: Any, name: str, system: str, clock: GpuClock, rate: float, **options: Any
 ) -> open_loop.Run:
-    """Serve requests of the load ``name`` of LOADS, which arrive at ``rate`` per second."""
-    load, rng = LOADS[name], np.random.default_rng(seed)
+    """Serve requests of the load ``name`` of LOADS, which arrive at ``rate`` per second.
+
+    cell: has ``seed``, ``draw`` and ``traffic``."""
+    load, rng = LOADS[name], np.random.default_rng((cell.seed, cell.draw))
     mean_output = PAPER_LENGTHS[load.like][1][0]
-    count = max(1, round(rate * traffic * _SUSTAINED_S * mean_output))
+    count = max(1, round(rate * cell.traffic * _SUSTAINED_S * mean_output))
     lengths, outputs = load.draw(rng, count)
     prefix = array("I", bytes(4 * load.prefix))
     prompts = [

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -85,8 +84,8 @@ class _Ours:
             max_num_batched_tokens=max(8192, longest),
             max_model_len=longest,
         )
-        self._spent: dict[str, float] = defaultdict(float)
-        for phase in ("schedule", "finish"):
+        self._spent = {"schedule": 0.0, "finish": 0.0}
+        for phase in self._spent:
             self._time(phase)
 
     def _time(self, phase: str) -> None:

@@ -11,7 +11,6 @@ import pytest
 from experiments.harness import (
     Axis,
     Count,
-    Experiment,
     Lengths,
     Needs,
     Options,
@@ -21,6 +20,7 @@ from experiments.harness import (
     grid,
     one_of,
 )
+from experiments.harness.grid import check
 
 
 def even(value: int) -> bool:
@@ -43,11 +43,6 @@ class Whole(Part):
     tokens: Lengths = (1, 8)
     even: Annotated[int, Needs("an even number", even)] = 0
     pairs: tuple[tuple[Count, Percent], ...] = ((1, 1.0),)
-
-
-def experiment(options: Options, **parts) -> Experiment:
-    parts = {"name": "a", "figure": "", "run_cell": lambda cell: [], "plot": None, **parts}
-    return Experiment(options=options, quick=options, **parts)
 
 
 def test_a_cell_has_one_value_of_each_axis_the_last_one_fastest():
@@ -85,4 +80,4 @@ def test_what_stands_in_the_place_of_an_axis():
 )
 def test_a_value_that_will_not_do_is_named_with_its_option(options, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        list(experiment(Whole()).checked_cells(Whole(**options)))
+        check(Whole(**options))

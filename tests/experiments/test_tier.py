@@ -8,22 +8,18 @@ from experiments.load.workloads import REAL_TRACES
 from experiments.tier import Tier
 
 
-@pytest.fixture
-def rows(inputs):
-    def rows_of(**options):
-        """Rows by rule and size of the tier.  One request after the other: the load is low."""
-        given = {"policy": ("lru",), "pool_gib": (0.5,), "load": (0.01,), "slices": 1}
-        given |= {"host_gib": (0.125, 16.0), "link_gb_s": (52.0,), "transfers": ("serial",)}
-        options = Tier(trace=(inputs["chat"],), **given | options)
-        rows = [tier.run_cell(cell)[0] for cell in tier.EXPERIMENT.checked_cells(options)]
-        assert all(row["passed"] for row in rows)
-        return {(row["store"], row["host_gib"]): row for row in rows}
-
-    return rows_of
+def rows_of(inputs, **options):
+    """Rows by rule and size of the tier.  One request after the other: the load is low."""
+    given = {"policy": ("lru",), "pool_gib": (0.5,), "load": (0.01,), "slices": 1}
+    given |= {"host_gib": (0.125, 16.0), "link_gb_s": (52.0,), "transfers": ("serial",)}
+    cells = tier.EXPERIMENT.checked_cells(Tier(trace=(inputs["chat"],), **given | options))
+    rows = [tier.run_cell(cell)[0] for cell in cells]
+    assert all(row["passed"] for row in rows)
+    return {(row["store"], row["host_gib"]): row for row in rows}
 
 
-def test_a_tier_finds_what_the_pool_evicted(rows, inputs):
-    by_rule, most = rows(), cache.load_trace(inputs["chat"]).infinite_cache_hit_rate
+def test_a_tier_finds_what_the_pool_evicted(inputs):
+    by_rule, most = rows_of(inputs), cache.load_trace(inputs["chat"]).infinite_cache_hit_rate
     alone = by_rule["through", 0]
     assert 0 == alone["host_block_hit_rate"] < alone["block_hit_rate"] < most
     for rule in ("through", "selective", "back", "exclusive"):
@@ -39,10 +35,10 @@ def test_a_tier_finds_what_the_pool_evicted(rows, inputs):
     assert stored["back"] <= min(stored["through"], stored["exclusive"])
 
 
-def test_a_slow_link_costs_time_and_overlap_saves_it(rows):
+def test_a_slow_link_costs_time_and_overlap_saves_it(inputs):
     slow_link = {"link_gb_s": (0.5,)}
     serial, slow, overlapped = (
-        rows(store=("through",), **options)["through", 16.0]
+        rows_of(inputs, store=("through",), **options)["through", 16.0]
         for options in ({}, slow_link, slow_link | {"transfers": ("overlapped",)})
     )
     assert serial["ttft_mean_s"] < overlapped["ttft_mean_s"] < slow["ttft_mean_s"]
