@@ -136,7 +136,8 @@ def run_cell(cell: OfTrace | Served | LatencyCell) -> list[dict[str, Any]]:
 
 def _served(cell: Served) -> dict[str, Any]:
     rate = _RATES[cell.load]
-    clock = serving.clock_of("opt-13b", _HOST_MS, cell.block_size)
+    seconds = _HOST_MS / 1000
+    clock = serving.clock_of("opt-13b", host_seconds=seconds, block_size=cell.block_size)
     run = serving.serve_load(cell, cell.load, "paged", clock, rate)
     columns = {"part": "serving", **cell.columns("load", "block_size", "draw", "traffic")}
     more = {"request_rate": rate, "host_ms": _HOST_MS}

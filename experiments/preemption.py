@@ -79,8 +79,8 @@ def run_cell(cell: Cost | Served) -> list[dict[str, Any]]:
 
 
 def _clock(cell: Cost | Served, host_ms: int) -> GpuClock:
-    seconds = 1e-6 * cell.transfer_us
-    return serving.clock_of("opt-13b", host_ms, cell.block_size, transfer_seconds=seconds)
+    times = {"host_seconds": host_ms / 1000, "transfer_seconds": 1e-6 * cell.transfer_us}
+    return serving.clock_of("opt-13b", block_size=cell.block_size, **times)
 
 
 def _cost(cell: Cost) -> list[dict[str, Any]]:

@@ -150,7 +150,7 @@ def _sustains(row: dict[str, Any]) -> bool:
 
 
 def _row(cell: Serving, rate: float) -> dict[str, Any]:
-    clock = clock_of(LOADS[cell.load].model, cell.host_ms)
+    clock = clock_of(LOADS[cell.load].model, host_seconds=cell.host_ms / 1000)
     run = serve_load(cell, cell.load, cell.system, clock, rate)
     return {
         **cell.columns("load", "host_ms", "draw", "system", "traffic"),
@@ -178,15 +178,9 @@ def columns_of(run: open_loop.Run, clock: GpuClock, outputs_each: int = 1) -> di
     }
 
 
-@functools.cache
-def clock_of(
-    model: str, host_ms: int, block_size: int = 16, transfer_seconds: float = 0.0
-) -> GpuClock:
-    """A GpuClock for the paper's card."""
-    return GpuClock(
-        model, "A100-SXM-40GB", host_seconds=host_ms / 1000, transfer_seconds=transfer_seconds,
-        block_size=block_size, max_num_seqs=512, max_num_batched_tokens=2560,
-    )  # fmt: skip
+_CARD: dict[str, Any] = {"gpu": "A100-SXM-40GB", "max_num_seqs": 512}
+clock_of = functools.cache(functools.partial(GpuClock, **_CARD, max_num_batched_tokens=2560))
+"""Function of a model and options of ``GpuClock``: the clock of the paper's card."""
 
 
 def num_blocks(clock: GpuClock) -> int:

@@ -214,7 +214,10 @@ def run(cell: Timed) -> dict[str, Any]:
                 f"{name} is wrong: error {accuracy.error:.3g}, bound {accuracy.bound:.3g}; "
                 "no time is reported"
             )
-        times, launch = gpu_timing.Times(), _launch(cell)
+        syncs = shape.op == "prefill" and name in BASELINES and BASELINES[name].prefill_syncs
+        # A graph cannot capture a call that waits for the device.
+        launch: gpu_timing.Launch = "eager" if syncs or name == COPY_ENGINE else "graph"
+        times = gpu_timing.Times()
         if torch.cuda.is_available():
             call = problem.implementations[name]
             times = gpu_timing.time_call(call, launch=launch, budget_ms=cell.budget_ms)
@@ -235,10 +238,3 @@ def run(cell: Timed) -> dict[str, Any]:
             raise
         text = str(error).strip().partition("\n")[0]
         raise Unavailable(f"{name}: {type(error).__name__}: {text}") from error
-
-
-def _launch(cell: Timed) -> gpu_timing.Launch:
-    """ "eager" if the call waits for the device, which a graph cannot capture."""
-    name, is_prefill = cell.implementation, cell.shape.op == "prefill"
-    waits = is_prefill and name in BASELINES and BASELINES[name].prefill_syncs
-    return "eager" if waits or name == COPY_ENGINE else "graph"
