@@ -1,7 +1,5 @@
 """The experiment kernel_latency: its grid, its figures, and what it decides of tiles."""
 
-from pathlib import Path
-
 import pandas as pd
 import pytest
 import torch
@@ -69,8 +67,8 @@ def rows():
     return pd.concat([rows, ours.assign(kv_dtype="float8_e4m3fn"), gather])
 
 
-def test_figures_of_a_table_with_times(rows, drawn):
-    kernel_latency.EXPERIMENT.plot(rows, Path())
+def test_figures_of_a_table_with_times(rows, drawn, tmp_path):
+    kernel_latency.EXPERIMENT.plot(rows, tmp_path)
     assert set(drawn) == {"decode", "prefill", "moves", "cascade", "mla"}
     latency = drawn["decode"]
     contexts = rows.loc[rows["part"] == "decode", "context_len"].nunique()
@@ -84,8 +82,8 @@ def test_figures_of_a_table_with_times(rows, drawn):
         assert len(set(line.get_xdata())) == len(line.get_xdata()), "one point per batch size"
 
 
-def test_the_figure_of_cascade_shows_the_gain_over_plain_decode(rows, drawn):
-    kernel_latency.EXPERIMENT.plot(rows[rows["part"] == "cascade"], Path())
+def test_the_figure_of_cascade_shows_the_gain_over_plain_decode(rows, drawn, tmp_path):
+    kernel_latency.EXPERIMENT.plot(rows[rows["part"] == "cascade"], tmp_path)
     *curves, _ = drawn["cascade"].axes[0].get_lines()
     times = rows.pivot_table("p50_us", ["batch", "prefix_len"], "implementation")
     gains = (times["paged_decode"] / times[OURS]).dropna().unstack()
@@ -93,8 +91,8 @@ def test_the_figure_of_cascade_shows_the_gain_over_plain_decode(rows, drawn):
     assert gains.shape == (3, 2)
 
 
-def test_a_table_without_times_has_no_figures(rows):
-    assert kernel_latency.EXPERIMENT.plot(rows.assign(p50_us=float("nan")), Path()) == []
+def test_a_table_without_times_has_no_figures(rows, tmp_path):
+    assert kernel_latency.EXPERIMENT.plot(rows.assign(p50_us=float("nan")), tmp_path) == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's tiles")
