@@ -33,7 +33,7 @@ _HERE: dict[str, str | None] = {
 """Options of vLLM, nano-vLLM and transformers: what to use here, or None if nothing does it."""
 
 
-class Options:
+class UserOptions:
     """Base of a dataclass of options.  Its constructor raises TypeError for an unknown option.
 
     The error of an option of vLLM or nano-vLLM says what to use here, or that there is nothing.
@@ -49,7 +49,7 @@ class Options:
 
     @classmethod
     def _advice(cls, name: str) -> str:
-        for other in Options.__subclasses__():
+        for other in UserOptions.__subclasses__():
             if name in other.__dataclass_fields__:
                 return f"{_shown(other)} has it"
         if name in _HERE:
@@ -64,5 +64,5 @@ class Options:
         return f"{nearest}choose from {', '.join(known)}"
 
 
-def _shown(options: type[Options]) -> str:
+def _shown(options: type[UserOptions]) -> str:
     return options.__name__.removesuffix("Options")

@@ -88,7 +88,7 @@ class OnDevice(OnTraces):
     pool_percent: Axis[Percent] = (20.0, 50.0)
     """Size of the pool in percent of the unique tokens of the requests; at least 1.25 times the
     longest sequence. ``block_size`` and ``manager`` use only the last size."""
-    group = ()  # consecutive cells share an engine
+    setup_key = ()  # consecutive cells share an engine
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,7 +44,7 @@ class Eviction(OnTraces):
     """Number of requests: the first of a trace file. None: all of a file, a workload's default."""
 
     @property
-    def group(self) -> tuple[str, ...]:
+    def setup_key(self) -> tuple[str, ...]:
         return (str(self.policy),)
 
 

@@ -61,7 +61,7 @@ class Fp8Quality(Options):
     threads: Count = 1
 
     @property
-    def group(self) -> tuple[str, ...]:
+    def setup_key(self) -> tuple[str, ...]:
         return (self.model,)
 
 

@@ -53,7 +53,7 @@ class KernelAccuracy(Options):
     """Options of the kernels, tested one at a time. By default none and every option."""
 
     @property
-    def group(self) -> tuple[str, ...]:
+    def setup_key(self) -> tuple[str, ...]:
         return self.kernel, self.dtype
 
     def case(self, device: str, **sizes: Any) -> Case:

@@ -16,7 +16,7 @@ from cache import CacheManager, EvictionPolicy, Group, make_manager, num_cpu_blo
 from cache.blocks.session_hint import SessionHint
 from cache.checks import at_least, shown, true_or_false
 from cache.managers import TIER_OPTIONS, manager_class
-from cache.options import Options
+from cache.options import UserOptions
 from cache.serving.engine import Engine
 from cache.serving.outputs import RequestOutput, TokenOutput
 from cache.serving.sampling_params import SamplingParams
@@ -63,7 +63,7 @@ _SIZES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class LLMOptions(Options):
+class LLMOptions(UserOptions):
     """Options of an ``LLM``, with the checks that need neither a model nor a device.
 
     Attributes:

@@ -10,14 +10,14 @@ from typing import Any
 
 from cache.blocks.session_hint import SessionHint
 from cache.checks import as_int, shown, true_or_false
-from cache.options import Options
+from cache.options import UserOptions
 
 MAX_N = 16_384
 """Most outputs of a request, as in vLLM: each takes a place in the waiting queue."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingParams(Options):
+class SamplingParams(UserOptions):
     """Sampling parameters of one request.
 
     Attributes:

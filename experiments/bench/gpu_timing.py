@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-Launch = Literal["graph", "eager"]
+LaunchMode = Literal["graph", "eager"]
 Ceiling = Literal["device", "device_to_host", "host_to_device"]
 _MIN_SAMPLES, _MAX_SAMPLES = 7, 300
 _FLUSH_BYTES = 256 * 2**20
@@ -39,7 +39,7 @@ class ImpossibleTime(Exception):
 
 
 def time_call(
-    call: Callable[[], object], *, launch: Launch = "graph", budget_ms: float = 60.0
+    call: Callable[[], object], *, launch: LaunchMode = "graph", budget_ms: float = 60.0
 ) -> Times:
     """Time a call on the current CUDA device.
 
@@ -106,7 +106,7 @@ def device_bandwidths() -> dict[str, float]:
     return {name: times * x.nbytes / _seconds(work) for name, (times, work) in works.items()}
 
 
-def _seconds(work: Callable[[], object], launch: Launch = "graph") -> float:
+def _seconds(work: Callable[[], object], launch: LaunchMode = "graph") -> float:
     """Median time of a call, in seconds."""
     return 1e-6 * (time_call(work, launch=launch, budget_ms=100).p50_us or 0.0)
 
@@ -130,7 +130,7 @@ def matmul_rate() -> float:
 
 
 def timed_columns(
-    times: Times, *, num_bytes: float, flops: float, ceiling: Ceiling = "device", launch: Launch
+    times: Times, *, num_bytes: float, flops: float, ceiling: Ceiling = "device", launch: LaunchMode
 ) -> dict[str, Any]:
     """Columns: ``times`` of a call, and its rates.  The rates are None if there are no times.
 

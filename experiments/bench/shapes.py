@@ -71,7 +71,7 @@ class Timed(Options):
     budget_ms: float
 
     @property
-    def group(self) -> tuple[str, ...]:
+    def setup_key(self) -> tuple[str, ...]:
         return (self.shape.op,)
 
 

@@ -216,7 +216,7 @@ def run(cell: Timed) -> dict[str, Any]:
             )
         syncs = shape.op == "prefill" and name in BASELINES and BASELINES[name].prefill_syncs
         # A graph cannot capture a call that waits for the device.
-        launch: gpu_timing.Launch = "eager" if syncs or name == COPY_ENGINE else "graph"
+        launch: gpu_timing.LaunchMode = "eager" if syncs or name == COPY_ENGINE else "graph"
         times = gpu_timing.Times()
         if torch.cuda.is_available():
             call = problem.implementations[name]

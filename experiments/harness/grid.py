@@ -101,8 +101,8 @@ class Options:
     """Seed of all random draws."""
 
     @property
-    def group(self) -> tuple[str, ...]:
-        """The cell's group.  Cells of a group share set-up, so one worker should run them."""
+    def setup_key(self) -> tuple[str, ...]:
+        """What the cell sets up.  One worker should run the cells with the same key."""
         return ()
 
     def columns(self, *names: str) -> dict[str, Any]:

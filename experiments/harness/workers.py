@@ -55,7 +55,7 @@ class Outcome:
 
 
 _WORTH_A_SETUP = 6
-"""Number of tasks that justify setting up the shared data of a group once more."""
+"""Number of tasks that justify setting up their shared data once more."""
 
 Executor = Callable[[Sequence[Task]], Generator[Outcome]]
 
@@ -93,8 +93,8 @@ def run_here(tasks: Sequence[Task]) -> Generator[Outcome]:
 def run_locally(tasks: Sequence[Task], *, jobs: int) -> Generator[Outcome]:
     """Run ``tasks`` in up to ``jobs`` processes.  The processes end when the generator ends.
 
-    A process runs the tasks of one group in succession, so their shared data are set up once.  A
-    second process takes tasks of the group only while at least ``_WORTH_A_SETUP`` wait.
+    A process runs the tasks with one ``setup_key`` in succession, so their data are set up once.  A
+    second process takes some of them only while at least ``_WORTH_A_SETUP`` wait.
     """
     jobs = max(1, min(jobs, len(tasks)))
     threads = max(1, len(os.sched_getaffinity(0)) // jobs)
@@ -102,21 +102,21 @@ def run_locally(tasks: Sequence[Task], *, jobs: int) -> Generator[Outcome]:
     new_pool = partial(ProcessPoolExecutor, 1, spawn, set_up, (threads,))
     waiting: dict[tuple[str, ...], deque[Task]] = {}
     for task in tasks:
-        waiting.setdefault(task.cell.group, deque()).append(task)
+        waiting.setdefault(task.cell.setup_key, deque()).append(task)
     pools = [new_pool() for _ in range(jobs)]
-    groups: list[tuple[str, ...]] = [()] * jobs
+    setups: list[tuple[str, ...]] = [()] * jobs
     running: dict[Future[Outcome], tuple[int, Task]] = {}
     idle = [*range(jobs)]
     try:
         while waiting or running:
             while waiting and idle:
                 worker = idle.pop()
-                if (group := _next_group(waiting, groups[worker], groups)) is None:
+                if (setup := _next_setup(waiting, setups[worker], setups)) is None:
                     continue  # it is not needed any more
-                groups[worker] = group
-                task = waiting[group].popleft()
-                if not waiting[group]:
-                    del waiting[group]
+                setups[worker] = setup
+                task = waiting[setup].popleft()
+                if not waiting[setup]:
+                    del waiting[setup]
                 # A new process inherits the mask: it may not be interrupted while it imports.
                 mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
                 try:
@@ -146,17 +146,17 @@ def run_locally(tasks: Sequence[Task], *, jobs: int) -> Generator[Outcome]:
             pool.shutdown()
 
 
-def _next_group(
+def _next_setup(
     waiting: dict[tuple[str, ...], deque[Task]], own: tuple[str, ...], taken: list[tuple[str, ...]]
 ) -> tuple[str, ...] | None:
-    """The worker's own group, else the first group without a worker, else the longest group.
+    """The worker's own setup key, else the first without a worker, else the one of most tasks.
 
-    None if the longest group is shorter than ``_WORTH_A_SETUP``: its worker runs it."""
+    None if it has fewer than ``_WORTH_A_SETUP``: its worker runs them."""
     if own in waiting:
         return own
-    longest = max(waiting, key=lambda group: len(waiting[group]))
+    longest = max(waiting, key=lambda setup: len(waiting[setup]))
     is_short = longest and len(waiting[longest]) < _WORTH_A_SETUP
-    return next((group for group in waiting if group not in taken), None if is_short else longest)
+    return next((setup for setup in waiting if setup not in taken), None if is_short else longest)
 
 
 def set_up(threads: int) -> None:

@@ -99,7 +99,7 @@ class OnTraces(Options):
     Azure, without blocks. See docs/traces.md."""
 
     @property
-    def group(self) -> tuple[str, ...]:
+    def setup_key(self) -> tuple[str, ...]:
         return (self.trace.name,)
 
     def sources(
@@ -149,7 +149,7 @@ class OnSlices(OnTraces):
     """Number of requests per slice.  It is reduced if the slices of a file would overlap."""
 
     @property
-    def group(self) -> tuple[str, ...]:
+    def setup_key(self) -> tuple[str, ...]:
         return self.trace.name, str(self.trace.slice)
 
     def sliced_sources(self) -> Iterator[Source]:

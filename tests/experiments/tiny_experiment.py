@@ -40,7 +40,7 @@ class TinyCell(TinyOptions):
     of: int
 
     @property
-    def group(self) -> tuple[str, ...]:
+    def setup_key(self) -> tuple[str, ...]:
         return ("common", str(self.number % self.groups))
 
 
