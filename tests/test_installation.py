@@ -116,14 +116,3 @@ def test_every_imported_package_is_a_declared_dependency():
             for name in {name.partition(".")[0] for name in names} - others:
                 owners = map(canonicalize_name, distributions.get(name, [name]))
                 assert not declared.isdisjoint(owners), f"{path} imports {name}"
-
-
-def test_every_function_of_cache_and_models_is_annotated():
-    """Without annotations mypy would not check its body."""
-    for path in (path for name in ("cache", "models") for path in (ROOT / name).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                a = node.args
-                arguments = [*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg]
-                kinds = [x.annotation for x in arguments if x and x.arg not in ("self", "cls")]
-                assert all((node.returns, *kinds)), f"{path}:{node.lineno}"

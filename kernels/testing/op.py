@@ -20,8 +20,6 @@ from kernels.tiles import padded_dim
 
 SizesOf = Mapping[str, Any]
 """Some fields of `Sizes`."""
-Range = tuple[float | None, float | None]
-"""Least and largest value."""
 BadCall = tuple[str, Mapping[str, Any]]
 """(message, arguments that differ from the tiny call); "..." stands for anything."""
 
@@ -263,7 +261,7 @@ class Op:
     """Sizes of the valid call from which tests make invalid ones."""
     optional: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Tensors that this call leaves out."""
-    ranges: Mapping[str, Range]
+    ranges: Mapping[str, tuple[float | None, float | None]]
     """Least and largest value of every number, and of every element of a tensor in host memory."""
     free_dims: frozenset[tuple[str, int]] = frozenset()
     """(argument, dimension) that no other argument has."""

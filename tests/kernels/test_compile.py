@@ -27,18 +27,16 @@ MAX_LOCAL_BYTES = {"sm_80": 16, "sm_90": 0, "sm_100": 0}
 MMA_FAMILY = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05"}
 
 
-def selected(arch, every):
-    """(op, pattern of its configurations) that are compiled for an architecture: every shipped
-    configuration, or those that the ops guard."""
-    if every:
-        return [(op, "") for op in OPS]
-    return [(op, record.guarded[arch]) for op, record in OPS.items() if arch in record.guarded]
-
-
 def pytest_generate_tests(metafunc):
+    """Every shipped configuration, or what the ops guard, for each architecture."""
     if "rows" in metafunc.fixturenames:
         every = metafunc.config.getoption("--all")
-        cases = [(arch, *one) for arch in ARCHITECTURES for one in selected(arch, every)]
+        cases = [
+            (arch, op, "" if every else record.guarded[arch])
+            for arch in ARCHITECTURES
+            for op, record in OPS.items()
+            if every or arch in record.guarded
+        ]
         metafunc.parametrize("rows", cases, indirect=True, ids=["-".join(one[:2]) for one in cases])
 
 

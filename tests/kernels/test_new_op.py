@@ -5,29 +5,28 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DIFF = ROOT / "docs" / "examples" / "clip_rows.diff"
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Run a Python command in a copy of the repository to which the diff was applied."""
     copy = tmp_path_factory.mktemp("new_op")
-    ignore = shutil.ignore_patterns("__pycache__")
     for name in ("cache", "experiments", "kernels", "models", "tests"):
-        shutil.copytree(ROOT / name, copy / name, ignore=ignore)
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", copy)
-    own = {"PYTHONPATH": str(copy), "GIT_CEILING_DIRECTORIES": str(copy.parent)}
-    env = {name: x for name, x in os.environ.items() if "XDIST" not in name} | own
-    subprocess.run(["git", "apply", DIFF], cwd=copy, env=env, check=True)
+    env = {name: value for name, value in os.environ.items() if "XDIST" not in name}
+    env |= {"PYTHONPATH": str(copy), "GIT_CEILING_DIRECTORIES": str(copy.parent)}
+    in_copy = partial(subprocess.run, cwd=copy, env=env, capture_output=True, text=True)
+    in_copy(["git", "apply", ROOT / "docs" / "examples" / "clip_rows.diff"], check=True)
 
     def run_python(*arguments):
-        command = [sys.executable, "-m", *arguments]
-        done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True)
+        done = in_copy([sys.executable, "-m", *arguments])
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -44,9 +43,9 @@ def run(tmp_path_factory):
 )
 def test_every_test_of_ops_includes_it(run, tmp_path, files, options):
     names = [f"tests/kernels/{name}.py" for name in files.split()]
-    every = ("-v", "-k", "clip_rows", "--basetemp", str(tmp_path / "child"), *options)
-    output = run("pytest", *every, *names)
-    assert {*re.findall(r"^(\S+)::.*clip_rows.* PASSED", output, re.M)} == {*names}
+    options += "-v", "-k", "clip_rows", "--basetemp", str(tmp_path / "child")
+    passed = re.findall(r"^(\S+)::.*clip_rows.* PASSED", run("pytest", *options, *names), re.M)
+    assert {*passed} == {*names}
 
 
 def test_pagelab_checks_it(run):

@@ -7,18 +7,7 @@ import torch
 
 from kernels import tiles
 from kernels.testing.cases import make_case
-from kernels.tiles import (
-    PROGRAMS_PER_MULTIPROCESSOR,
-    AttentionTile,
-    Target,
-    chunking,
-    decode_tile,
-    few_queries,
-    force_target,
-    prefill_chunking,
-    prefix_num_splits,
-    target_of,
-)
+from kernels.tiles import Target, force_target, target_of
 
 H200 = Target("cuda", 90, 132)
 TARGETS = [
@@ -37,7 +26,7 @@ SHARED_BYTES = {80: 164, 86: 100, 90: 228, 100: 228, 120: 100}
 @pytest.mark.parametrize("head_dim_padded", [16, 32, 64, 128, 256])
 def test_decode_tile_is_one_that_the_kernel_can_run(head_dim_padded, dtype, target):
     for group_size in (1, 3, 8, 16, 17, 71, 128):
-        tile = decode_tile(group_size, head_dim_padded, dtype, target)
+        tile = tiles.decode_tile(group_size, head_dim_padded, dtype, target)
         for size in (tile.tile_m, tile.tile_n):
             assert size >= 16
             assert size & (size - 1) == 0
@@ -45,7 +34,7 @@ def test_decode_tile_is_one_that_the_kernel_can_run(head_dim_padded, dtype, targ
         kv_bytes = buffers * 2 * tile.tile_n * head_dim_padded * dtype.itemsize
         if target.backend == "cuda" and dtype != torch.float32:
             limit = 1024 * SHARED_BYTES[target.arch]
-            assert kv_bytes < limit / PROGRAMS_PER_MULTIPROCESSOR
+            assert kv_bytes < limit / tiles.PROGRAMS_PER_MULTIPROCESSOR
 
 
 @pytest.mark.parametrize(
@@ -62,7 +51,7 @@ def test_decode_tile_is_one_that_the_kernel_can_run(head_dim_padded, dtype, targ
     ],
 )
 def test_chunks_of_a_sequence_in_tiles_of_64(num_kv_heads, num_splits, max_tokens, expected):
-    chunks = chunking(num_kv_heads, num_splits)
+    chunks = tiles.chunking(num_kv_heads, num_splits)
     assert chunks.max_count(max_tokens, 64) == expected
 
 
@@ -71,14 +60,14 @@ def test_chunks_of_a_sequence_in_tiles_of_64(num_kv_heads, num_splits, max_token
 def test_a_turn_of_an_agent_fills_most_of_the_gpu_once(group_size, num_kv_heads):
     """A long sequence with any number of queries whose keys are divided."""
     heads = group_size * num_kv_heads, num_kv_heads
-    for num_queries in range(1, few_queries(*heads) + 1):
+    for num_queries in range(1, tiles.few_queries(*heads) + 1):
         for target, programs in ((H200, 128), (Target("cuda", 80, 108), 104)):
-            chunks = prefill_chunking(*heads, None, target)
+            chunks = tiles.prefill_chunking(*heads, None, target)
             each = chunks.max_chunks // -(-num_queries // chunks.queries)
             launched = each * num_kv_heads * -(-num_queries * group_size // 128)
             assert each == 1 or launched <= programs
             assert target != H200 or group_size == 7 or launched > programs / 2
-    assert few_queries(32, 8) == 256
+    assert tiles.few_queries(32, 8) == 256
 
 
 @pytest.mark.parametrize(
@@ -93,7 +82,7 @@ def test_a_turn_of_an_agent_fills_most_of_the_gpu_once(group_size, num_kv_heads)
     ],
 )
 def test_splits_of_a_prefix_on_an_h200(programs, max_tokens, expected):
-    assert prefix_num_splits(programs, max_tokens, 64, H200) == expected
+    assert tiles.prefix_num_splits(programs, max_tokens, 64, H200) == expected
 
 
 def test_forced_target_ends_with_its_block(device):
@@ -104,10 +93,10 @@ def test_forced_target_ends_with_its_block(device):
 
 
 def test_a_target_can_carry_tiles_in_place_of_the_tables():
-    tile = AttentionTile(16, 16, num_warps=2, num_stages=1, precision="ieee")
+    tile = tiles.AttentionTile(16, 16, num_warps=2, num_stages=1, precision="ieee")
     arguments = {"decode_tile": (4, 128), "prefill_tile": (128,), "split_prefill_tile": (128,)}
 
-    def answers(target: Target) -> dict[str, AttentionTile]:
+    def answers(target: Target) -> dict[str, tiles.AttentionTile]:
         return {
             name: getattr(tiles, name)(*shape, torch.bfloat16, target)
             for name, shape in arguments.items()
@@ -126,7 +115,7 @@ def test_ops_run_with_the_tiles_of_a_forced_target(device):
     shape = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 32, "dtype": torch.float16}
     case = make_case("paged_decode_attention", **shape, context_lens=(290,), device=device)
     target = target_of(case.inputs["q"].device)
-    table = decode_tile(2, 32, torch.float16, target)
+    table = tiles.decode_tile(2, 32, torch.float16, target)
     outputs = []
     for tile_n in (32, 16, 32):
         forced = (("decode_tile", replace(table, tile_n=tile_n)),)

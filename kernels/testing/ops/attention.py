@@ -7,22 +7,14 @@ import torch
 from torch import ones, zeros
 
 from kernels.fp8_cache import FP8_DTYPE
-from kernels.testing.inputs import (
-    PagedBatch,
-    hidden_tokens,
-    i32,
-    kv,
-    poison_,
-    random_paged_batch,
-    random_shared_prefix_args,
-)
+from kernels.testing import inputs
+from kernels.testing.inputs import i32, kv
 from kernels.testing.op import (
     HALF,
     HEAD_DIMS,
     BadCall,
     Case,
     Op,
-    Range,
     Sizes,
     SizesOf,
     by_head_dim,
@@ -37,70 +29,68 @@ SEQUENCES = {"block_tables": (0, 4), "context_lens": (0, None)}
 
 
 def _merge_attention_states(s: Sizes) -> Case:
-    random, inputs = s.random(), dict[str, Any]()
+    random, call = s.random(), dict[str, Any]()
     for part in "ab":
         out = random.normal(s.num_tokens, s.num_q_heads, s.head_dim, dtype=s.dtype)
         lse = random.normal(s.num_tokens, s.num_q_heads, dtype=torch.float32)
         if s.padded:  # no keys
             empty = random.integers(0, 5, *lse.shape) == 0
             lse[empty] = -torch.inf
-            out[empty] = poison_(torch.empty_like(out[empty]))
-        inputs |= {f"out_{part}": out, f"lse_{part}": lse}
+            out[empty] = inputs.poison_(torch.empty_like(out[empty]))
+        call |= {f"out_{part}": out, f"lse_{part}": lse}
     return Case(
         "merge_attention_states",
-        inputs,
+        call,
         num_bytes=3 * (out.numel() * out.itemsize + lse.nbytes),
         flops=4 * out.numel(),
         returns=("out", "lse"),
     )
 
 
-def _attention(
-    s: Sizes, op: str, inputs: dict[str, Any], cached: Sequence[int], pairs: int
-) -> Case:
+def _attention(s: Sizes, op: str, call: dict[str, Any], cached: Sequence[int], pairs: int) -> Case:
     """cached: lengths in the cache, each read once; pairs: of a query and a key that it sees."""
-    q = inputs["q"]
-    inputs = inputs | {"return_lse": True} | s.score_options
+    q = call["q"]
+    call = call | {"return_lse": True} | s.score_options
     return Case(
         op,
-        inputs,
+        call,
         num_bytes=sum(cached) * s.token_bytes + s.table_bytes(cached) + 2 * q.numel() * q.itemsize,
         flops=4 * pairs * s.num_q_heads * s.head_dim,
-        returns=("out", "lse") if inputs["return_lse"] else ("out",),
+        returns=("out", "lse") if call["return_lse"] else ("out",),
     )
 
 
-def _batch(s: Sizes, query_lens: Sequence[int]) -> PagedBatch:
+def _batch(s: Sizes, query_lens: Sequence[int]) -> inputs.PagedBatch:
     """The sequences, with poison in tokens that the window hides from all queries."""
-    hidden = hidden_tokens(s.context_lens, query_lens, s.score_options.get("window_size"))
-    return random_paged_batch(
+    hidden = inputs.hidden_tokens(s.context_lens, query_lens, s.score_options.get("window_size"))
+    return inputs.random_paged_batch(
         s.context_lens, query_lens=query_lens, hidden_tokens=hidden, **s.paged
     )
 
 
 def _paged_decode_attention(s: Sizes) -> Case:
-    inputs = _batch(s, [1] * len(s.context_lens)).inputs
-    op = "paged_decode_attention"
-    return _attention(s, op, inputs, s.context_lens, sum(s.context_lens))
+    call = _batch(s, [1] * len(s.context_lens)).inputs
+    pairs = sum(s.context_lens)
+    return _attention(s, "paged_decode_attention", call, s.context_lens, pairs)
 
 
 def _shared_prefix_decode_attention(s: Sizes) -> Case:
     sizes = s.group_sizes, s.prefix_lens, s.context_lens
     window_size = s.score_options.get("window_size")
-    inputs = random_shared_prefix_args(*sizes, window_size=window_size, **s.paged)
+    call = inputs.random_shared_prefix_args(*sizes, window_size=window_size, **s.paged)
     groups = zip(s.group_sizes, s.prefix_lens, strict=True)
     pairs = sum(s.context_lens) + sum(size * prefix for size, prefix in groups)
     cached = [*s.prefix_lens, *s.context_lens]
-    return _attention(s, "shared_prefix_decode_attention", inputs, cached, pairs)
+    return _attention(s, "shared_prefix_decode_attention", call, cached, pairs)
 
 
 def _paged_prefill_attention(s: Sizes) -> Case:
     batch = _batch(s, s.query_lens)
-    inputs: dict[str, Any] = {**batch.inputs, "cu_seqlens_q": batch.cu_seqlens_q}
-    inputs["max_seqlen_q"] = max(s.query_lens, default=0)
+    call: dict[str, Any] = {**batch.inputs, "cu_seqlens_q": batch.cu_seqlens_q}
+    call["max_seqlen_q"] = max(s.query_lens, default=0)
     lens = list(zip(s.query_lens, s.context_lens, strict=True))
     pairs = sum(q * (n - q) + q * (q + 1) // 2 for q, n in lens)
-    return _attention(s, "paged_prefill_attention", inputs, s.context_lens, pairs)
+    return _attention(s, "paged_prefill_attention", call, s.context_lens, pairs)
 
 
 def _queries(*shape: int) -> dict[str, Any]:
@@ -150,7 +140,7 @@ _DRAWN = stores.DRAWN | {
     "window_size": (None, range(1, 111)),
     "num_splits": SPLITS_DRAWN,
 }
-_RANGES: dict[str, Range] = {
+_RANGES: dict[str, Any] = {
     "scale": (None, None), "softcap": (0, None), "window_size": (1, None), "num_splits": SPLITS
 }  # fmt: skip
 NARROW_TABLE: BadCall = (
