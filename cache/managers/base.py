@@ -235,8 +235,8 @@ class CacheManager(abc.ABC):
     """The policies of the device's and of the tier's blocks."""
     _listeners: tuple[Callable[[RequestInfo], None], ...] = ()
     """The method ``tell`` of each policy that overrides it."""
-    _prompt_readers: tuple[tuple[EvictionPolicy, BlockHasher], ...] = ()
-    """Policies that define ``look_up``, with the hashers of their keys."""
+    _prompt_reader: EvictionPolicy | None = None
+    """The policy, if it defines ``look_up`` and reads a prompt before it is told of its request."""
 
     _table_class: ClassVar[type[Table]] = Table
 
@@ -686,9 +686,9 @@ class CacheManager(abc.ABC):
 
     def _notify_of_admission(self, seq: Sequence) -> None:
         """Tell the policies that ``seq`` is admitted.  Blocks are checked, and none is taken."""
-        for policy, hasher in self._prompt_readers:
-            caching = self.enable_prefix_caching
-            policy.look_up(self._keys(seq, hasher, self._max_hits(seq)) if caching else [])
+        if self._prompt_reader is not None:
+            caching, limit = self.enable_prefix_caching, self._max_hits(seq)
+            self._prompt_reader.look_up(self._keys(seq, self._hasher, limit) if caching else [])
         if self._listeners:
             self._notify_policy(seq)
 

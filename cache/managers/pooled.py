@@ -53,7 +53,7 @@ class PooledManager(CacheManager):
         self._policies = (policy,)
         self._listeners = (policy.tell,) if "tell" in policy.hooks else ()
         self.queue_readers = ((policy, self._hasher),) if "on_queued" in policy.hooks else ()
-        self._prompt_readers = ((policy, self._hasher),) if "look_up" in policy.hooks else ()
+        self._prompt_reader = policy if "look_up" in policy.hooks else None
 
     @property
     def num_free_blocks(self) -> int:

@@ -28,6 +28,8 @@ from cache.managers.base import (
 )
 from cache.policies.base import RequestInfo
 
+_Full = tuple[list[FullBlock], int]
+"""Full blocks of a sequence, and the number of all its full blocks."""
 TIER_OPTIONS = "host_blocks", "host_policy", "store", "store_threshold", "inclusive"
 
 
@@ -50,7 +52,8 @@ def with_tier(design: type[CacheManager], options: CacheOptions) -> type[CacheMa
 @functools.cache
 def _tiered(design: type[CacheManager]) -> type[CacheManager]:
     """Make the class of ``design`` with a tier."""
-    return type(design.__name__, (Tiered, design), {"name": design.name, "design": design})
+    named = {name: getattr(design, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(design.__name__, (Tiered, design), named | {"name": design.name, "design": design})
 
 
 def _empty(design: type[CacheManager]) -> Any:
@@ -101,7 +104,6 @@ class Tiered(CacheManager):
         self._policies += (policy,)
         self._listeners += (policy.tell,) if "tell" in policy.hooks else ()
         self.queue_readers += ((policy, hasher),) if "on_queued" in policy.hooks else ()
-        self._prompt_readers += ((policy, hasher),) if "look_up" in policy.hooks else ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _empty, (self.design,), self.__getstate__()
@@ -129,13 +131,19 @@ class Tiered(CacheManager):
         tables = self._tables.values()
         self.tier.check_invariants(b for table in tables for b in table.host_blocks)
 
+    def _notify_of_admission(self, seq: Sequence) -> None:
+        super()._notify_of_admission(seq)
+        if "look_up" in self.tier.pool.policy.hooks:
+            keys = self._keys(seq, self.tier.hasher, self._max_hits(seq))
+            self.tier.pool.policy.look_up(keys)
+
     def _begin(self, table: Any, hit: Hit, end: int) -> Copies:
         copies = super()._begin(table, hit, end)
         self.interruption = MIDDLE
         tables = self._blocks_by_group(table)
         for group, position, host in hit.loads:  # before a store evicts one of these host blocks
             self.tier.load(host, tables[group][position])
-        self._note(table, [0] * len(tables), end)
+        self._note(table, ([], 0), [], [0] * len(tables), end)
         return copies
 
     def _extend(self, table: Any, start: int, end: int) -> Copies:
@@ -145,10 +153,7 @@ class Tiered(CacheManager):
         lengths = [len(blocks) for blocks in self._blocks_by_group(table)]
         copies = self.design._extend(self, table, start, end)
         self.interruption = MIDDLE
-        self._use(table, late, is_stored=True)
-        for _, block in copies:
-            self.tier.taken(block, None)
-        self._note(table, lengths, end)
+        self._note(table, late, copies, lengths, end)
         return copies
 
     def _share(self, table: Table, copy: Table) -> None:
@@ -166,11 +171,14 @@ class Tiered(CacheManager):
         self.tier.reset()
         super()._forget()
 
-    def _note(self, table: Any, lengths: list[int], end: int) -> None:
-        """Tell the tier of new and of full blocks.
+    def _note(self, table: Any, late: _Full, copies: Copies, lengths: list[int], end: int) -> None:
+        """Tell the tier of ``late`` full blocks, of copies, and of new and newly full blocks.
 
         ``lengths``: for each group, the length of its table before the new blocks.
         """
+        self._use(table, late, is_stored=True)
+        for _, block in copies:
+            self.tier.taken(block, None)
         new, num_full = self._new_full_blocks(table, end)
         for group, blocks in enumerate(self._blocks_by_group(table)):
             hashes = self.tier.hasher.block_hashes(table.seq, group)
@@ -180,7 +188,7 @@ class Tiered(CacheManager):
                     self.tier.taken(blocks[position], key)
         self._use(table, (new, num_full), is_stored=False)
 
-    def _new_full_blocks(self, table: Any, end: int) -> tuple[list[FullBlock], int]:
+    def _new_full_blocks(self, table: Any, end: int) -> _Full:
         """The full blocks before ``end`` that the tier does not know, and the number of all."""
         new: list[FullBlock] = []
         for group, blocks in enumerate(self._blocks_by_group(table)):
@@ -198,7 +206,7 @@ class Tiered(CacheManager):
         new = self._new_full_blocks(table, table.seq.num_computed_tokens)
         self._use(table, new, is_stored=True)
 
-    def _use(self, table: Any, new: tuple[list[FullBlock], int], *, is_stored: bool) -> None:
+    def _use(self, table: Any, new: _Full, *, is_stored: bool) -> None:
         """Tell the tier that the sequence of ``table`` uses its ``new`` full blocks."""
         blocks, num_full = new
         table.host_blocks += self.tier.use(blocks, is_stored)

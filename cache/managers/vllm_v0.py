@@ -124,8 +124,6 @@ class VLLMv0(CacheManager):
         evictor = LRUEvictor() if policy == "lru" else as_policy(policy)
         self._policies = (evictor,)
         self._listeners = (evictor.tell,) if "tell" in evictor.hooks else ()
-        reads = caching and "look_up" in evictor.hooks
-        self._prompt_readers = ((evictor, self._hasher),) if reads else ()
         self.gpu = BlockAllocator(self.num_blocks, evictor, caching)
         self.cpu = BlockAllocator(self.num_cpu_blocks, LRUEvictor(), caching)
         self.gpu.counts = self._counts
@@ -239,6 +237,12 @@ class VLLMv0(CacheManager):
         known = len(table.seq.token_ids) - table.seq.num_unknown_tokens
         table.num_named_tokens = min(end, known)
         return copies
+
+    def _notify_of_admission(self, seq: Sequence) -> None:
+        super()._notify_of_admission(seq)
+        evictor = self.gpu.evictor
+        if self.enable_prefix_caching and "look_up" in evictor.hooks:
+            evictor.look_up(self._hashes(seq)[: self._max_hits(seq)])
 
     def _name(self, table: _Table) -> None:
         """Name blocks by tokens that were unknown when they got their slots."""
