@@ -269,7 +269,7 @@ def _paged_prefill_kernel(
     row_max = tl.full([TILE_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([TILE_M], tl.float32)
 
-    # Each region has its own copy of the loop. Most keys are in region 1. Its copy has no masks.
+    # Each region has its own copy of the loop. Most keys are in region 1. Its tiles need no masks.
     for REGION in tl.static_range(0 if HAS_LEFT else 1, 3):
         if REGION == 0:
             # A chunk may end before the window's edge does.

@@ -160,7 +160,7 @@ class LLMOptions(UserOptions):
         given = self.manager_options or {}
         if not isinstance(given, Mapping):
             raise ValueError(f"manager_options={shown(given)}: needs a mapping")
-        if "num_cpu_blocks" in given:
+        if "num_cpu_blocks" in given and manager_class(self.manager).can_swap:
             raise ValueError("manager_options: num_cpu_blocks is set by num_host_blocks; give this")
         for name in ("sliding_window", "groups"):
             if given.get(name) is not None:
@@ -600,7 +600,7 @@ def _new_scheduler(
     elif groups[0].window is not None:
         options["sliding_window"] = groups[0].window
     design = manager_class(asked.manager)
-    if design.can_swap:
+    if design.can_swap and num_host_blocks:
         options["num_cpu_blocks"], num_host_blocks = num_host_blocks, 0
     if design.reserves:
         longest_run = asked.block_size << max(0, num_blocks.bit_length() - 1)

@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import abc
 import enum
+import inspect
 import math
 from collections.abc import Callable, Hashable, MutableSequence
 from collections.abc import Sequence as Items
@@ -205,7 +206,8 @@ class CacheManager(abc.ABC):
     can_reset: bool = False
     """Whether ``reset_prefix_cache`` can drop the cached content."""
     can_group: bool = False
-    """Whether layers with windows or states can have block tables of their own (``groups``)."""
+    """Whether layers with windows or states can have block tables of their own: whether the
+    constructor takes ``groups``."""
     reserves: bool = False
     """Whether a sequence gets the slots of its final length at once (``max_model_len`` and
     ``final_length``)."""
@@ -256,6 +258,8 @@ class CacheManager(abc.ABC):
         super().__init_subclass__(**options)
         if "name" not in vars(cls):
             cls.name = cls.__name__
+        if "__init__" in vars(cls):
+            cls.can_group = "groups" in inspect.signature(cls).parameters
 
     def __init__(self, options: CacheOptions) -> None:
         self.num_blocks = at_least(1, "num_blocks", options.num_blocks)

@@ -52,7 +52,7 @@ def with_tier(design: type[CacheManager], options: CacheOptions) -> type[CacheMa
 @functools.cache
 def _tiered(design: type[CacheManager]) -> type[CacheManager]:
     """Make the class of ``design`` with a tier."""
-    named = {name: getattr(design, name) for name in ("__module__", "__qualname__", "__doc__")}
+    named = {name: getattr(design, name) for name in ("__module__", "__doc__", "can_group")}
     return type(design.__name__, (Tiered, design), named | {"name": design.name, "design": design})
 
 

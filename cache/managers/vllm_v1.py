@@ -55,7 +55,6 @@ class VLLMv1(PooledManager):
     can_fork = True
     can_look_ahead = True
     can_reset = True
-    can_group = True
 
     def __init__(
         self,

@@ -171,10 +171,10 @@ class Scheduler:
             self.manager.free(seq)  # first: the policy may raise
             self.running.remove(seq)
         elif seq.status is Status.WAITING:
+            if seq.num_host_tokens:
+                self._drop_host_copy(seq)  # first: the policy may raise
             self.manager.on_queued(seq.order)
             self.waiting.remove(seq)
-            if seq.num_host_tokens:
-                self._drop_host_copy(seq)
             self.manager.drop(seq)
         seq.status = Status.FINISHED
 
@@ -249,18 +249,20 @@ class Scheduler:
     def _preempt(self, seq: ScheduledSequence, step: Step) -> None:
         """Return ``seq`` to the queue, and swap out its K/V if host memory has room."""
         stats = seq.request.stats
-        seq.num_host_tokens = seq.num_computed_tokens
-        num_blocks = -(-seq.num_computed_tokens // self.manager.block_size)
-        if self.manager.can_swap and self.manager.can_swap_out(seq):
+        num_tokens = seq.num_computed_tokens
+        num_blocks = -(-num_tokens // self.manager.block_size)
+        if is_swapped := self.manager.can_swap and self.manager.can_swap_out(seq):
             step.swap_out += self.manager.swap_out(seq)
-        elif 0 < num_blocks <= len(self.free_host_blocks):
+        elif is_swapped := 0 < num_blocks <= len(self.free_host_blocks):
             seq.host_blocks = [self.free_host_blocks.pop() for _ in range(num_blocks)]
             step.swap_out += zip(self.manager.block_table(seq), seq.host_blocks, strict=False)
             self.manager.free(seq, is_finished=False)
         else:
-            seq.num_dropped_tokens, seq.num_host_tokens = seq.num_computed_tokens, 0
+            seq.num_dropped_tokens = num_tokens
             self.manager.free(seq, is_finished=False)
-        stats.num_swapped_tokens += seq.num_host_tokens
+        if is_swapped:
+            seq.num_host_tokens = num_tokens
+            stats.num_swapped_tokens += num_tokens
         seq.status = Status.WAITING
         stats.num_preemptions += 1
         self.add(seq)
@@ -295,12 +297,10 @@ class Scheduler:
 
         Returns how many tokens it computes, or None if it has to wait.
         """
-        if seq.num_host_tokens and not seq.host_blocks:  # the manager's own
-            status = self.manager.can_swap_in(seq)
-            if status is not AllocStatus.NEVER:
-                return self._swap_in(seq, step) if status is AllocStatus.OK else None
-            seq.num_dropped_tokens = seq.num_host_tokens
-            self._drop_host_copy(seq)
+        if seq.num_host_tokens and not seq.host_blocks:  # in blocks of the manager
+            # can_swap_in wants a block more, which beams that fill the cache would never get.
+            has_room = self.manager.can_allocate(seq) is AllocStatus.OK
+            return self._swap_in(seq, step) if has_room else None
         try:
             reads = not seq.request.params.skip_reading_prefix_cache
             hit = self.manager.find(seq) if reads else NOTHING
@@ -336,7 +336,7 @@ class Scheduler:
         loaded = self.manager.swap_in(seq)
         seq.num_host_tokens = 0
         count = len(seq.token_ids) - seq.num_computed_tokens
-        if count:  # copies no block of `loaded`: who shared one had its slot first
+        if count:  # Copies run before swap_in, but none is of a block that comes back.
             step.copies += self.manager.append(seq)
         held = {*self.manager.block_table(seq)}  # the new token may have given a block back
         step.swap_in += [pair for pair in loaded if pair[1] in held]

@@ -240,14 +240,11 @@ RANGES = {
 
 @pytest.mark.parametrize("op", OPS)
 def test_every_number_has_a_range_or_a_bad_call(op):
-    record, signature = OPS[op], inspect.signature(function(op))
-    typed = {name: str(one.annotation) for name, one in signature.parameters.items()}
+    record, parameters = OPS[op], inspect.signature(function(op)).parameters
+    typed = {name: str(one.annotation) for name, one in parameters.items()}
     names = {name for name, kind in typed.items() if re.match(r"(<class ')?(int|float)\b", kind)}
-    names |= {
-        name
-        for name, x in good_call(op).items()
-        if isinstance(x, torch.Tensor) and not x.is_floating_point()
-    }
+    tensors = {name: x for name, x in good_call(op).items() if isinstance(x, torch.Tensor)}
+    names |= {name for name, x in tensors.items() if not x.is_floating_point()}
     said = " ".join(message for message, _ in (*record.bad_calls, *record.bad_values))
     assert not {name for name in names - record.ranges.keys() if f"{name}: " not in said}
 

@@ -299,7 +299,7 @@ def test_the_seed_of_the_llm_fixes(config, params, make_checkpoint):
         ({"tensor_parallel_size": 8}, "tensor_parallel_size=8 does not divide num_q_heads=4"),
         ({"manager_options": {"watermark": 0.1}}, "no option watermark"),
         ({"manager_options": {"host_blocks": 4}, "preemption": "swap"}, "'swap': manager_options"),
-        ({"manager_options": {"num_cpu_blocks": 4}}, "num_cpu_blocks is set by num_host_blocks"),
+        ({"manager": "vllm_v0", "manager_options": {"num_cpu_blocks": 4}}, "by num_host_blocks"),
         ({"manager_options": {"sliding_window": 32}}, "sliding_window=32: the window is the model"),
         ({"manager": "contiguous", "block_size": 4, "num_blocks": 11, "max_model_len": 48},
          "max_model_len=48: .*num_blocks=11 blocks has 32 slots"),

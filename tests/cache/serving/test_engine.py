@@ -118,23 +118,6 @@ def test_only_what_left_the_cache_is_swapped_in():
     assert out > back > 0  # the prompt's blocks stayed with the other request
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_samples_come_back_from_host_memory_of_the_manager(overlap):
-    """Together: one gives the block that it was loaded into back, and the next is loaded there."""
-    engine = make_engine("vllm_v0", 8, 2, num_host_blocks=30, overlap=overlap)
-    params = SamplingParams(n=3, temperature=1, max_tokens=12, ignore_eos=True)
-    prompts = [prompt(length, seed) for seed, length in enumerate((7, 11, 3, 6))]
-    ids, limit = [engine.add(tokens, params) for tokens in prompts], engine.max_model_len
-    done = serve(engine)
-    for request_id, tokens in zip(ids, prompts, strict=True):
-        expected = alone(tokens, params, max_model_len=limit)
-        assert [x.token_ids for x in done[request_id]] == [x.token_ids for x in expected]
-    assert any(step.swap_in for step in engine.runner.steps)
-    assert_idle(engine)
-    with pytest.raises(ValueError, match=r"num_host_blocks=4: manager 'vllm_v0' swaps to its own"):
-        Scheduler(engine.manager, max_num_seqs=1, max_num_batched_tokens=9, num_host_blocks=4)
-
-
 def test_decoding_goes_on_beside_the_chunks_of_a_prompt():
     engine = make_engine("vllm_v1", 64, 4, max_num_batched_tokens=8)
     engine.add(prompt(4), SamplingParams(max_tokens=30))
@@ -459,7 +442,7 @@ class RandomServing:
     Many prompts continue the text of an earlier request, also of one that failed.
     """
 
-    def __init__(self, design: str, overlap: bool, seed: int) -> None:
+    def __init__(self, design: str, overlap: bool, seed: int, **changes) -> None:
         self.random = random.Random(f"{design} {overlap} {seed}")
         pick = self.random.choice
         name, options = DESIGNS[design]
@@ -476,18 +459,19 @@ class RandomServing:
             "prefill_first": pick([False, True]),
             "scheduling": pick(["fcfs", "priority"]),
         } | options
-        if MANAGERS[name].prefix_caching and pick([False, True]):
+        if MANAGERS[name].prefix_caching and not changes and pick([False, True]):
             self.options |= {"num_host_blocks": 0, "enable_prefix_caching": True}
             self.options |= {"host_blocks": pick([1, 5, 40]), "host_policy": pick(HOST_POLICIES)}
             self.options["store"], self.options["inclusive"] = pick(STORES)
+        self.options |= changes
         self.engine = make_engine(*self.arguments, **self.options)
         self.expected: dict[int, list[list[int]]] = {}
         self.texts: list[tuple[list[int], dict]] = [(prompt(24, seed), {}) for seed in range(3)]
         self.preemptions: Counter[int] = Counter()
 
-    def run(self) -> None:
-        for _ in range(30):
-            actions = [self.add, self.step, self.step, self.step]
+    def run(self, num_adds: int = 1) -> None:
+        for _ in range(30 * num_adds):
+            actions = [self.add] * num_adds + [self.step] * 3
             if self.engine.has_unfinished:
                 actions += [self.abort, self.fail]
             self.random.choice(actions)()
@@ -607,6 +591,21 @@ class RandomServing:
 def test_no_history_gives_a_sequence_the_cache_of_another(design, overlap, pytestconfig):
     for seed in range(20 if pytestconfig.getoption("--all") else 10):
         RandomServing(design, overlap, seed).run()
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+def test_sequences_come_back_from_host_memory_of_the_manager(overlap):
+    """Samples and beams share blocks there."""
+    num_loads = 0
+    for seed in range(30, 66):
+        changes = {"num_host_blocks": 30, "watermark": [0.01, 0.2][seed % 2], "max_num_seqs": 8}
+        serving = RandomServing("vllm_v0", overlap, seed, **changes)
+        serving.run(num_adds=3)
+        num_loads += sum(bool(step.swap_in) for step in serving.engine.runner.steps)
+    assert num_loads > 50
+    options = {"max_num_seqs": 1, "max_num_batched_tokens": 9, "num_host_blocks": 4}
+    with pytest.raises(ValueError, match=r"num_host_blocks=4: manager 'vllm_v0' swaps to its own"):
+        Scheduler(serving.engine.manager, **options)
 
 
 @pytest.mark.parametrize(("store", "inclusive"), STORES)
