@@ -206,11 +206,9 @@ class CacheManager(abc.ABC):
     can_reset: bool = False
     """Whether ``reset_prefix_cache`` can drop the cached content."""
     can_group: bool = False
-    """Whether layers with windows or states can have block tables of their own: whether the
-    constructor takes ``groups``."""
+    """Whether the constructor takes ``groups`` of layers, which have block tables of their own."""
     reserves: bool = False
-    """Whether a sequence gets the slots of its final length at once (``max_model_len`` and
-    ``final_length``)."""
+    """Whether a sequence gets all its slots at once (``max_model_len``, ``final_length``)."""
 
     groups: tuple[Group, ...] = (Group(),)
     """Groups of layers.  A sequence has a block table for each; most designs have one group."""

@@ -340,18 +340,21 @@ def test_priorities_as_in_vllm():
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("hook", ["tell", "on_queued", "release_many"])
-def test_a_request_whose_abort_raises_is_not_lost(hook):
-    """It goes on, or every step raises."""
+@pytest.mark.parametrize("case", ["1 tell", "5 tell", "0 on_queued", "1 release_many"])
+def test_a_request_whose_abort_raises_is_not_lost(case):
+    """It goes on, or every step raises.  After five steps it is swapped out."""
+    steps, hook = case.split()
+    options = {"manager": "vllm_v0", "num_blocks": 4, "num_host_blocks": 9} if steps == "5" else {}
     raises, lru = False, POLICIES["lru"]
 
     def method(self, *arguments):
         return 1 / (not raises) and getattr(lru, hook)(self, *arguments)
 
-    engine = make_engine(policy=type("Raising", (lru,), {hook: method})())
-    request_id = engine.add(prompt(9), GREEDY)
-    if hook != "on_queued":
+    engine = make_engine(policy=type("Raising", (lru,), {hook: method})(), **options)
+    request_id = [engine.add(prompt(7, seed), GREEDY) for seed in range(1 + bool(options))][-1]
+    for _ in range(int(steps)):
         engine.step()
+    assert bool(options) == any(step.swap_out for step in engine.runner.steps)
     raises = True
     with pytest.raises(ZeroDivisionError):
         engine.abort(request_id)
@@ -596,13 +599,13 @@ def test_no_history_gives_a_sequence_the_cache_of_another(design, overlap, pytes
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 def test_sequences_come_back_from_host_memory_of_the_manager(overlap):
     """Samples and beams share blocks there."""
-    num_loads = 0
+    loads = []
     for seed in range(30, 66):
         changes = {"num_host_blocks": 30, "watermark": [0.01, 0.2][seed % 2], "max_num_seqs": 8}
         serving = RandomServing("vllm_v0", overlap, seed, **changes)
         serving.run(num_adds=3)
-        num_loads += sum(bool(step.swap_in) for step in serving.engine.runner.steps)
-    assert num_loads > 50
+        loads += [step.swap_in for step in serving.engine.runner.steps if step.swap_in]
+    assert len(loads) > 50
     options = {"max_num_seqs": 1, "max_num_batched_tokens": 9, "num_host_blocks": 4}
     with pytest.raises(ValueError, match=r"num_host_blocks=4: manager 'vllm_v0' swaps to its own"):
         Scheduler(serving.engine.manager, **options)
