@@ -148,21 +148,20 @@ def _names() -> list[str]:
 
 def _cells(grid: _Check) -> list[dict[str, Any]]:
     """Columns of the cells of a grid, in a worker process."""
-    _import_kernels(grid)
+    _import_kernels(grid.file, *grid.kernel)
     has_blocks = ops()[grid.kernel[0]].has_blocks
     names = ("feature", "dtype", "block_size")
     return [{**cell.columns(*names), "has_blocks": has_blocks} for cell in cells(grid)]
 
 
-def _import_kernels(case: _Check) -> None:
+def _import_kernels(file: str, op: str) -> None:
     """Import kernels with ``file`` in place of the op's file."""
     use_device()
     if "kernels" in sys.modules:
         return
-    (op,) = [case.kernel] if isinstance(case.kernel, str) else case.kernel
 
     def find(name: str, _path: Any = None, _target: Any = None) -> Any:
-        return spec_from_file_location(name, case.file) if name == f"kernels.{op}" else None
+        return spec_from_file_location(name, file) if name == f"kernels.{op}" else None
 
     sys.meta_path.insert(0, SimpleNamespace(find_spec=find))
     warnings.simplefilter("ignore", RuntimeWarning)  # of NaN that a wrong kernel reads
@@ -174,7 +173,7 @@ def _import_kernels(case: _Check) -> None:
 
 def _run(case: _Check) -> list[dict[str, Any]]:
     """Run a case in a worker process."""
-    _import_kernels(case)
+    _import_kernels(case.file, case.kernel)
     slow = Timer(30, print, [f"{case}: still running after 30 s"], {"flush": True})
     slow.start()
     try:

@@ -248,21 +248,20 @@ class Scheduler:
 
     def _preempt(self, seq: ScheduledSequence, step: Step) -> None:
         """Return ``seq`` to the queue, and swap out its K/V if host memory has room."""
-        stats = seq.request.stats
-        num_tokens = seq.num_computed_tokens
+        stats, num_tokens = seq.request.stats, seq.num_computed_tokens
         num_blocks = -(-num_tokens // self.manager.block_size)
-        if is_swapped := self.manager.can_swap and self.manager.can_swap_out(seq):
+        if self.manager.can_swap and self.manager.can_swap_out(seq):
             step.swap_out += self.manager.swap_out(seq)
-        elif is_swapped := 0 < num_blocks <= len(self.free_host_blocks):
-            seq.host_blocks = [self.free_host_blocks.pop() for _ in range(num_blocks)]
-            step.swap_out += zip(self.manager.block_table(seq), seq.host_blocks, strict=False)
-            self.manager.free(seq, is_finished=False)
-        else:
-            seq.num_dropped_tokens = num_tokens
-            self.manager.free(seq, is_finished=False)
-        if is_swapped:
             seq.num_host_tokens = num_tokens
-            stats.num_swapped_tokens += num_tokens
+        else:
+            if 0 < num_blocks <= len(self.free_host_blocks):
+                seq.host_blocks = [self.free_host_blocks.pop() for _ in range(num_blocks)]
+                step.swap_out += zip(self.manager.block_table(seq), seq.host_blocks, strict=False)
+                seq.num_host_tokens = num_tokens
+            else:
+                seq.num_dropped_tokens = num_tokens
+            self.manager.free(seq, is_finished=False)
+        stats.num_swapped_tokens += seq.num_host_tokens
         seq.status = Status.WAITING
         stats.num_preemptions += 1
         self.add(seq)

@@ -1,5 +1,4 @@
-"""The records of all ops, and one case per op: inputs, reference results, minimum bytes and
-operations.
+"""The records of all ops, and a case of each: inputs, reference results, bytes and operations.
 
 Experiments and tests that run an op on random inputs take them from here. To add an op, add its
 record to a file of `kernels/testing/ops`.

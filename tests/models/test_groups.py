@@ -32,7 +32,7 @@ def test_tokens_are_those_of_transformers(
     """With chunks, hits, eviction and preemption: the cache is too small for all prompts."""
     options = {"block_size": block_size, "num_blocks": num_blocks, "max_num_batched_tokens": chunk}
     options |= {"enable_prefix_caching": caching, "overlap": overlap, "max_model_len": 104}
-    options["manager"] = type("Derived", (MANAGERS["vllm_v1"],), {})
+    options["manager"] = type("Own", (MANAGERS["vllm_v1"],), {}) if overlap else "vllm_v1"
     llm = make_llm(checkpoint, manager_options={"retention": retention}, **options)
     windows = [group.window for group in llm.manager.groups]
     assert windows == [None, 11, 11, 11][: llm.config.num_layers]

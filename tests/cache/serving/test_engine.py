@@ -205,6 +205,9 @@ def test_requests_that_cannot_be_served_are_refused(tokens, params, keys, messag
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"max_num_seqs": -1}, "max_num_seqs=-1: needs an int of at least"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens=0: needs an int of at least"),
+        ({"num_host_blocks": -1}, "num_host_blocks=-1: needs an int of at least"),
         ({"num_host_blocks": 4, "sliding_window": 9}, "num_host_blocks=4: with a sliding_window"),
         ({"num_host_blocks": 4, "host_blocks": 4}, "num_host_blocks=4: the manager's host_blocks"),
         ({"scheduling": "lifo"}, "policy='lifo': needs one of fcfs, priority"),
